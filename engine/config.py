@@ -1,0 +1,50 @@
+"""What the engine is told at start. Parsed once, then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine. `None` means: decide from the model and the device.
+
+    Names are vLLM's where the meaning is.
+    """
+
+    model_path: Path
+    """A Hugging Face directory or a .gguf file, on this machine."""
+
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16. auto: what the checkpoint says; a GGUF runs in float32 on a CPU."""
+
+    device: str = "auto"
+    """auto, cpu or cuda. auto: cuda where there is one."""
+
+    max_model_len: int | None = None
+    """Longest prompt and output together, in tokens. None: what the model was trained for."""
+
+    max_num_seqs: int = 64
+    """Most sequences in one step."""
+
+    max_num_batched_tokens: int = 2048
+    """Most tokens in one step, prefill and decode together."""
+
+    block_size: int = 16
+    """Tokens a KV block."""
+
+    num_blocks: int | None = None
+    """KV blocks in the pool. None: sized by `kv_cache_memory`."""
+
+    kv_cache_memory: int | None = None
+    """Bytes for KV. None: sized by `gpu_memory_utilization`."""
+
+    gpu_memory_utilization: float | None = None
+    """Share of the device's memory the engine may fill. None: 0.9 on a GPU, 0.25 of what is available on a CPU."""
+
+    enable_prefix_caching: bool = True
+    """Keep the KV of finished requests for later ones that begin the same."""
+
+    num_threads: int | None = None
+    """Threads for CPU kernels. None: torch decides."""

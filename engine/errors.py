@@ -1,0 +1,27 @@
+"""Errors of the engine, each with a message that a person can act on."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors the engine raises on purpose."""
+
+
+class ConfigError(EngineError):
+    """A setting cannot be honoured. `field` is its name in `EngineConfig`."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ModelError(EngineError):
+    """The model's files are missing, damaged, or of a kind Kvern cannot run."""
+
+
+class RequestRefused(EngineError):
+    """A request cannot be run here. `field` is the dotted name of the client's field at fault, or empty."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field

@@ -1,0 +1,1 @@
+"""What every service shares: server and channel set-up, settings, errors, logs, and where models are found."""

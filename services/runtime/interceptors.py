@@ -1,0 +1,135 @@
+"""One table from typed errors to gRPC statuses, applied to every call of every service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from kvern.services.runtime import errors
+
+STATUS_DETAILS_KEY = "grpc-status-details-bin"
+ERROR_DOMAIN = "kvern"
+
+_STATUS: dict[type[errors.ServiceError], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.Internal: grpc.StatusCode.INTERNAL,
+}
+
+_log = structlog.get_logger("kvern.rpc")
+
+
+def _details(error: errors.ServiceError) -> list[Message]:
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)]
+    if isinstance(error, errors.InvalidArgument | errors.Unsupported):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, errors.ResourceExhausted):
+        delay = Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return details
+
+
+def status_of(error: errors.ServiceError) -> tuple[grpc.StatusCode, bytes]:
+    """Return the status code of an error and its serialized google.rpc.Status."""
+    code = _STATUS[type(error)]
+    status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=error.message)
+    for detail in _details(error):
+        packed = AnyMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return code, status.SerializeToString()
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
+    if isinstance(error, errors.ServiceError):
+        code, details = status_of(error)
+        await context.abort(code, error.message, ((STATUS_DETAILS_KEY, details),))
+    if isinstance(error, grpc.aio.AioRpcError):
+        # Another service's verdict, passed on with its details.
+        trailing = tuple((key, value) for key, value in error.trailing_metadata() or () if key == STATUS_DETAILS_KEY)
+        await context.abort(error.code(), error.details() or "", trailing)
+    _log.error("call failed", method=method, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__} in {method}; the service's log has more")
+    raise AssertionError("abort returned")
+
+
+def _ours(context: grpc.aio.ServicerContext[Any, Any]) -> bool:
+    """Whether this CancelledError is the call's own end, rather than one that leaked out of something it awaited."""
+    task = asyncio.current_task()
+    return context.cancelled() or (task is not None and task.cancelling() > 0)
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a handler raises into a status. Cancellation passes through untouched."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = str(handler_call_details.method)
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.response_streaming:
+            behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            return make(_guard_stream(behavior, method), **codecs)
+        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), **codecs)
+
+
+def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await behavior(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError:
+            if _ours(context):
+                raise
+            await _abort(context, errors.Unavailable("a call this one needs was cancelled"), method)
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded
+
+
+def _guard_stream(
+    behavior: Callable[[Any, Any], AsyncIterator[Any]], method: str
+) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in behavior(request, context):
+                yield response
+        except grpc.aio.AbortError:
+            raise
+        except asyncio.CancelledError:
+            if _ours(context):
+                raise
+            await _abort(context, errors.Unavailable("a call this one needs was cancelled"), method)
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return guarded

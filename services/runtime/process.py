@@ -1,0 +1,70 @@
+"""How a service process starts and ends."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+import structlog
+import uvloop
+
+from kvern.services.runtime.listen import ListenError
+from kvern.services.runtime.logs import configure_logs
+from kvern.services.runtime.model_source import ModelNotFound
+from kvern.services.runtime.settings import ServiceSettings, SettingsError
+
+EXIT_USAGE = 2
+"""A setting is wrong: a supervisor need not try again."""
+
+EXIT_FAILED = 1
+
+_PR_SET_PDEATHSIG = 1
+
+_Settings = TypeVar("_Settings", bound=ServiceSettings)
+
+
+def run_service(
+    name: str,
+    settings_class: type[_Settings],
+    main: Callable[[_Settings], Coroutine[Any, Any, None]],
+    *,
+    expected_errors: tuple[type[Exception], ...] = (),
+) -> NoReturn:
+    """Parse settings, run `main` on uvloop, exit.
+
+    An error a person can act on is one line on stderr and a status, without a traceback: a wrong setting, a taken
+    address, a missing model, and what the service names in `expected_errors`.
+    """
+    try:
+        settings = settings_class.load(sys.argv[1:], prog=f"python -m kvern.services.{name}")
+    except SettingsError as error:
+        print(f"kvern {name}: {error}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
+    if settings.supervisor_pid is not None:
+        exit_with_parent(settings.supervisor_pid)
+    configure_logs(name, settings.log_level, settings.log_format)
+    try:
+        uvloop.run(_without_gc_pauses(main(settings)))
+    except (ListenError, ModelNotFound, *expected_errors) as error:
+        structlog.get_logger("kvern").critical(str(error))
+        sys.exit(EXIT_FAILED)
+    sys.exit(0)
+
+
+async def _without_gc_pauses(main: Coroutine[Any, Any, None]) -> None:
+    # What was loaded at start lives for ever: a full collection that walks it would stop the loop for nothing.
+    gc.collect()
+    gc.freeze()
+    await main
+
+
+def exit_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent is gone, however that came. Linux only."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it was gone before we asked
+        sys.exit(EXIT_FAILED)

@@ -1,0 +1,107 @@
+"""One way to run a gRPC server: health, reflection, errors to statuses, and a drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvern.services.runtime.channel import SERVER_OPTIONS
+from kvern.services.runtime.interceptors import ErrorInterceptor
+from kvern.services.runtime.listen import bind, share_with_group
+from kvern.services.runtime.settings import ServiceSettings
+
+_log = structlog.get_logger("kvern.server")
+
+
+class GrpcServer:
+    """A gRPC server of one service process.
+
+        async with GrpcServer(settings, ["kvern.v1.TokenizerService"]) as server:
+            add_TokenizerServiceServicer_to_server(servicer, server.grpc)
+            await server.start()
+            server.set_ready(True)
+            await server.wait_for_stop()
+
+    Leaving the block drains: health says NOT_SERVING, after `drain_delay_s` new calls are refused, and calls in
+    flight have `drain_timeout_s` to end.
+    """
+
+    def __init__(self, settings: ServiceSettings, services: Sequence[str]) -> None:
+        self._settings = settings
+        self._services = [*services, ""]
+        self._health = health.aio.HealthServicer()
+        self._locks = ExitStack()
+        self._stop = asyncio.Event()
+        self._ready = False
+        self._health_tasks: set[asyncio.Task[None]] = set()
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        """Servicers are added to this one before `start`."""
+
+    async def __aenter__(self) -> Self:
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        names = [*self._services[:-1], health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.grpc)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        await self._set_health(ready=False)
+        return self
+
+    async def start(self) -> None:
+        """Listen. Raises ListenError where an address cannot be had."""
+        for address in self._settings.listen:
+            lock = bind(self.grpc, address)
+            if lock is not None:
+                self._locks.enter_context(lock)
+        await self.grpc.start()
+        for address in self._settings.listen:
+            share_with_group(address)
+        _log.info("listening", addresses=list(self._settings.listen))
+
+    def set_ready(self, ready: bool) -> None:
+        """Say through the health service whether this process can do its work. Ignored once draining."""
+        if ready == self._ready or self._stop.is_set():
+            return
+        self._ready = ready
+        _log.info("ready" if ready else "not ready")
+        task = asyncio.get_running_loop().create_task(self._set_health(ready=ready))
+        self._health_tasks.add(task)
+        task.add_done_callback(self._health_tasks.discard)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    async def wait_for_stop(self) -> None:
+        """Wait for SIGTERM, SIGINT or `stop()`."""
+        await self._stop.wait()
+
+    def stop(self) -> None:
+        """Begin to drain, as SIGTERM would."""
+        self._stop.set()
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        with self._locks:
+            if exc is None:
+                _log.info("draining", delay_s=self._settings.drain_delay_s, timeout_s=self._settings.drain_timeout_s)
+                await self._health.enter_graceful_shutdown()
+                await asyncio.sleep(self._settings.drain_delay_s)
+            await self.grpc.stop(self._settings.drain_timeout_s if exc is None else 0)
+        _log.info("stopped")
+
+    async def _set_health(self, *, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._services:
+            await self._health.set(name, status)

@@ -1,0 +1,135 @@
+"""Settings of a service: from flags, then KVERN_* variables, then a file, then defaults. Parsed once, then frozen."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import pydantic_settings
+import yaml
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvern.services.runtime.logs import LogFormat, LogLevel
+
+ENV_PREFIX = "KVERN_"
+
+
+class SettingsError(Exception):
+    """A setting is unknown or wrong. The message names it and where it came from."""
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _split_each(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part.strip() for value in values for part in value.split(",") if part.strip())
+
+
+Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_split_each)]
+"""`host:port` or `unix:/path`, several by repeating the flag or with commas."""
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told. Each field is a flag, a KVERN_ variable and a key of the settings file."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_implicit_flags=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    config: Path | None = None
+    """YAML file of settings, named as the flags."""
+
+    listen: Addresses
+    """Addresses to serve gRPC on: host:port or unix:/path; repeat, or join with commas."""
+
+    log_level: LogLevel = "info"
+    """Least severe event to log."""
+
+    log_format: LogFormat = "auto"
+    """auto is console on a terminal, else json."""
+
+    drain_delay_s: float = Field(5.0, ge=0)
+    """Seconds in which new calls are still taken after SIGTERM, until load balancers have noticed."""
+
+    drain_timeout_s: float = Field(30.0, ge=0)
+    """Seconds that calls in flight have to end after that."""
+
+    supervisor_pid: int | None = None
+    """Process whose end ends this one at once. Set by `kvern up`."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        # `load` passes the file's values as init arguments, so they rank below the environment.
+        return env_settings, init_settings
+
+    @classmethod
+    def load(cls, argv: Sequence[str], *, prog: str, environ: Mapping[str, str] = os.environ) -> Self:
+        """Read all sources. Raises SettingsError; exits on --help and on flags that do not exist, as argparse does."""
+        cls._refuse_unknown_variables(environ)
+        try:
+            return cls(_cli_parse_args=list(argv), _cli_prog_name=prog, **cls._file_values(argv, environ))  # type: ignore[call-arg]
+        except ValidationError as error:
+            raise SettingsError("; ".join(_describe(item) for item in error.errors())) from error
+        except pydantic_settings.SettingsError as error:
+            raise SettingsError(str(error)) from error
+
+    @classmethod
+    def _refuse_unknown_variables(cls, environ: Mapping[str, str]) -> None:
+        known = {f"{ENV_PREFIX}{field.upper()}" for field in cls.model_fields}
+        for name in sorted(environ):
+            if name.startswith(ENV_PREFIX) and name not in known:
+                raise SettingsError(f"{name}: no such setting{_suggestion(name, known)}")
+
+    @classmethod
+    def _file_values(cls, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--config", default=environ.get(f"{ENV_PREFIX}CONFIG"))
+        path = parser.parse_known_args(list(argv))[0].config
+        return {} if path is None else _read_file(Path(path), set(cls.model_fields))
+
+
+def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise SettingsError(f"config: cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise SettingsError(f"config: {path} holds no mapping of settings")
+    settings = {str(key).replace("-", "_"): value for key, value in values.items()}
+    for name in settings:
+        if name not in known:
+            raise SettingsError(f"{name} (in {path}): no such setting{_suggestion(name, known)}")
+    return settings
+
+
+def _suggestion(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    name = ".".join(str(part) for part in item["loc"]) or "settings"
+    if item["type"] == "missing":
+        return f"{name}: required (--{name.replace('_', '-')}, {ENV_PREFIX}{name.upper()})"
+    return f"{name}: {item['msg']} (got {item['input']!r})"

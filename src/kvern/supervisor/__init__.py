@@ -1,0 +1,1 @@
+"""All services of Kvern on one machine, as child processes: started, watched, restarted, drained."""

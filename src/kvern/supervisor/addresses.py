@@ -1,0 +1,61 @@
+"""The TCP addresses that a set is reached at."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+
+_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class AddressError(Exception):
+    """An address is malformed, taken, or not this machine's. The message names the flag that gave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A TCP address to listen on."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def reachable(self) -> Address:
+        """Where a client on this machine connects to."""
+        return Address(_EVERY_INTERFACE.get(self.host, self.host), self.port)
+
+
+def parse_address(text: str, flag: str) -> Address:
+    """Read `host:port` or `[v6]:port`. Port 0 becomes a free one. Raises AddressError."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise AddressError(f"{flag}: {text!r} is not host:port")
+    return Address(host, int(port) or _bound_port(host, 0, flag))
+
+
+def check_free(address: Address, flag: str) -> None:
+    """Raise AddressError if nothing could listen on the address now."""
+    _bound_port(address.host, address.port, flag)
+
+
+def _bound_port(host: str, port: int, flag: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: connections of an earlier run that linger are no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise AddressError(f"{flag}: {_why(error, Address(host, port), flag)}") from error
+        return int(probe.getsockname()[1])
+
+
+def _why(error: OSError, address: Address, flag: str) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {address.port} on {address.host} is taken; choose another with {flag} {address.host}:PORT"
+    return f"cannot listen on {address}: {error.strerror}"

@@ -1,0 +1,3 @@
+"""The one place that says the version."""
+
+__version__ = "0.1.0"
