@@ -134,16 +134,23 @@ class Scheduler:
             request = self._running[index]
             index += 1
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            num_blocks = self._num_missing_blocks(request, request.num_computed_tokens + num_tokens)
-            while num_blocks > self.pool.num_free and self._running[-1] is not request:
-                self._preempt(self._running[-1])
-                preempted = True
-            if num_blocks > self.pool.num_free:
-                break  # It is its own last victim: it keeps its blocks and waits for those before it.
-            request.block_ids += self.pool.allocate(num_blocks)
+            num_blocks = self._num_blocks(request.num_computed_tokens + num_tokens) - len(request.block_ids)
+            if num_blocks > 0:
+                preempted |= self._make_room(num_blocks, request)
+                if num_blocks > self.pool.num_free:
+                    break  # It is its own last victim: it keeps its blocks and waits for those before it.
+                request.block_ids += self.pool.allocate(num_blocks)
             plan.entries.append(self._entry(request, num_tokens))
             budget -= num_tokens
         return budget, preempted
+
+    def _make_room(self, num_blocks: int, request: Request) -> bool:
+        """Preempt requests after this one until the blocks are free. Return whether any was."""
+        preempted = False
+        while num_blocks > self.pool.num_free and self._running[-1] is not request:
+            self._preempt(self._running[-1])
+            preempted = True
+        return preempted
 
     def _admit_waiting(self, plan: Plan, budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self._max_num_seqs:
@@ -271,6 +278,3 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
-
-    def _num_missing_blocks(self, request: Request, num_tokens: int) -> int:
-        return max(0, self._num_blocks(num_tokens) - len(request.block_ids))

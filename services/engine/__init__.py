@@ -1,0 +1,1 @@
+"""The engine service: the engine core behind one multiplexed gRPC stream."""

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvern.engine.block_pool import BlockPool
 from kvern.engine.errors import RequestRefused
 from kvern.engine.plan import ChoiceEnded, Plan, StepResult
-from kvern.engine.request import CacheParams, FinishReason, Request, RequestStatus, SamplingParams, StoppingParams
+from kvern.engine.request import CacheParams, FinishReason, Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler
 
 from .checked_runner import CheckedRunner, expected_output
@@ -213,21 +213,17 @@ def test_preempted_request_reports_the_hits_of_its_first_admission_only() -> Non
 
 
 def test_no_admission_in_a_step_that_preempted() -> None:
-    """C06."""
-    engine = Engine(num_blocks=6, max_model_len=24, max_num_batched_tokens=64)
-    for number in range(3):
-        engine.add([number] * 7, max_tokens=12)
-    while engine.scheduler.has_work:
-        before = {id(request): request.num_preemptions for request in engine.scheduler._requests.values()}
+    """C06: the victim's blocks go to those who run, not to a newcomer who would be the next victim."""
+    engine = Engine(num_blocks=7, max_model_len=28, max_num_batched_tokens=64)
+    first, victim = (engine.add([number] * 9, max_tokens=12, priority=1) for number in range(2))
+    while engine.pool.num_free:
+        engine.step()
+    newcomer = engine.add([9], max_tokens=2, priority=0)
+    while not victim.num_preemptions:
         plan, _ = engine.step()
-        preempted = [
-            request
-            for request in engine.scheduler._requests.values()
-            if request.num_preemptions > before.get(id(request), 0)
-        ]
-        if preempted:
-            assert not any(entry.request.num_computed_tokens == 0 for entry in plan.entries)
-            assert all(request.status is RequestStatus.PREEMPTED for request in preempted)
+    assert [entry.request for entry in plan.entries] == [first]
+    assert newcomer.num_cached_tokens is None
+    engine.run()
 
 
 def test_admission_waits_for_blocks_of_all_known_tokens() -> None:

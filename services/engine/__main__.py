@@ -1,0 +1,72 @@
+"""`python -m kvern.services.engine`: one engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import structlog
+
+from kvern.engine.errors import EngineError
+from kvern.engine.startup import Engine
+from kvern.services.engine.engine_thread import EngineThread
+from kvern.services.engine.servicer import EngineServicer
+from kvern.services.engine.settings import EngineSettings
+from kvern.services.runtime.model_source import find_model
+from kvern.services.runtime.process import run_service
+from kvern.services.runtime.server import GrpcServer
+from kvern.v1 import engine_pb2_grpc, replica_pb2
+
+_log = structlog.get_logger("kvern.engine")
+
+
+def new_epoch() -> int:
+    """Return the start time in ms and 16 random bits: the later start has the greater epoch."""
+    return (time.time_ns() // 1_000_000) << 16 | random.getrandbits(16)
+
+
+def engine_info(engine: Engine, model: str) -> replica_pb2.EngineInfo:
+    capacity = engine.capacity
+    return replica_pb2.EngineInfo(
+        epoch=new_epoch(),
+        model=model,
+        contract=engine.contract,
+        block_size=capacity.block_size,
+        num_blocks=capacity.num_blocks,
+        max_model_len=capacity.max_model_len,
+        max_num_seqs=capacity.max_num_seqs,
+        vocab_size=engine.vocab_size,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        kv_bytes=capacity.kv_bytes,
+        weight_bytes=capacity.weight_bytes,
+        dtype=capacity.dtype,
+        device=capacity.device,
+    )
+
+
+async def main(settings: EngineSettings) -> None:
+    source = find_model(settings.model)
+    async with GrpcServer(settings, ["kvern.v1.EngineService"]) as server:
+        servicer = EngineServicer(settings.seed)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server.grpc)
+        await server.start()
+        thread = EngineThread(settings.engine_config(source.path), servicer.on_output)
+        thread.start()
+        stop = asyncio.ensure_future(server.wait_for_stop())
+        await asyncio.wait([thread.loaded, stop], return_when=asyncio.FIRST_COMPLETED)
+        if not thread.loaded.done():
+            return
+        engine = thread.loaded.result()
+        for line in engine.summary_lines():
+            _log.info(line)
+        servicer.start_serving(thread, engine_info(engine, settings.served_model_name or source.name))
+        server.set_ready(True)
+        await asyncio.wait([thread.ended, stop], return_when=asyncio.FIRST_COMPLETED)
+        if thread.ended.done():
+            thread.ended.result()  # raises what the engine died of
+    await thread.stop()
+
+
+if __name__ == "__main__":
+    run_service("engine", EngineSettings, main, expected_errors=(EngineError,))

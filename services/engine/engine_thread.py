@@ -1,0 +1,74 @@
+"""The second thread of the process: it loads the model, then runs the engine core and alone touches the device."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+
+from kvern.engine.config import EngineConfig
+from kvern.engine.core import Command, EngineCore, Output, Stop
+from kvern.engine.startup import Engine, start_engine
+
+_SWITCH_INTERVAL_S = 1e-4
+"""How long a thread may keep the GIL while the other wants it. Python's 5 ms would delay every stream."""
+
+_log = structlog.get_logger("kvern.engine")
+
+_T = TypeVar("_T")
+
+
+class EngineThread:
+    """Owns the thread. All methods belong to the event loop; outputs arrive there through `on_output`."""
+
+    def __init__(self, config: EngineConfig, on_output: Callable[[Output], None]) -> None:
+        self._config = config
+        self._on_output = on_output
+        self._loop = asyncio.get_running_loop()
+        self._core: EngineCore | None = None
+        self.loaded: asyncio.Future[Engine] = self._loop.create_future()
+        """The engine once it is loaded, or why it could not be."""
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done after `stop`, or failed with what the engine died of."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        """Hand a command to the core. Only after `loaded`."""
+        assert self._core is not None
+        self._core.send(command)
+
+    async def stop(self) -> None:
+        """End the loop after the step under way, if the engine was loaded."""
+        if self._core is not None:
+            self._core.send(Stop())
+            await asyncio.wait([self.ended])
+
+    def _run(self) -> None:
+        try:
+            engine = start_engine(self._config, _log_progress)
+        except Exception as error:
+            self._in_loop(self.loaded.set_exception, error)
+            return
+        self._core = engine.core
+        self._in_loop(self.loaded.set_result, engine)
+        try:
+            engine.core.run(lambda output: self._in_loop(self._on_output, output))
+        except Exception as error:
+            self._in_loop(self.ended.set_exception, error)
+        else:
+            self._in_loop(self.ended.set_result, None)
+
+    def _in_loop(self, function: Callable[[_T], object], argument: _T) -> None:
+        self._loop.call_soon_threadsafe(function, argument)
+
+
+def _log_progress(fraction: float, what: str) -> None:
+    _log.info("loading", progress=round(fraction, 3), what=what)

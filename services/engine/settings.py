@@ -1,0 +1,74 @@
+"""Settings of the engine service. Flags that mean what vLLM's mean carry vLLM's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ByteSize, Field
+
+from kvern.engine.config import EngineConfig
+from kvern.services.runtime.model_source import DEFAULT_MODEL
+from kvern.services.runtime.settings import ServiceSettings
+
+
+class EngineSettings(ServiceSettings):
+    """Kvern's engine: runs token ids through a model."""
+
+    model: str = DEFAULT_MODEL
+    """A folder, a .gguf file, a hub id (owner/name), or smollm2."""
+
+    served_model_name: str | None = Field(None, min_length=1)
+    """What clients call the model. Default: the hub id, or the file's or folder's name."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights, activations and KV. auto: the checkpoint's; a GGUF runs in float32 on a CPU."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest prompt and output together, in tokens. Default: what the model was trained for."""
+
+    max_num_seqs: int = Field(64, ge=1)
+    """Most sequences in one step."""
+
+    max_num_batched_tokens: int = Field(2048, ge=1)
+    """Most tokens in one step, prefill and decode together."""
+
+    block_size: int = Field(16, ge=1, le=256)
+    """Tokens a KV block."""
+
+    num_blocks: int | None = Field(None, ge=1)
+    """KV blocks in the pool, fixed by hand. Default: as many as the KV memory holds."""
+
+    kv_cache_memory: ByteSize | None = Field(None, gt=0)
+    """Bytes for KV, with a suffix if you like: 512MiB, 4GiB."""
+
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Share of the device's memory to fill. Default: 0.9 on a GPU, 0.25 of what is available on a CPU."""
+
+    enable_prefix_caching: bool = True
+    """Keep the KV of finished requests for later ones that begin the same."""
+
+    num_threads: int | None = Field(None, ge=1)
+    """Threads for CPU kernels. Default: torch decides."""
+
+    seed: int = Field(0, ge=0, lt=2**64)
+    """Seeds the draws of requests that bring no seed."""
+
+    def engine_config(self, model_path: Path) -> EngineConfig:
+        return EngineConfig(
+            model_path=model_path,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            kv_cache_memory=self.kv_cache_memory,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            enable_prefix_caching=self.enable_prefix_caching,
+            num_threads=self.num_threads,
+        )

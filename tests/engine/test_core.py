@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import pytest
+
+from kvern.engine.block_pool import BlockPool
+from kvern.engine.core import Abort, Add, EngineCore, Output, Refused, Stop
+from kvern.engine.plan import Plan, StepResult
+from kvern.engine.request import Request, SamplingParams, StoppingParams
+from kvern.engine.scheduler import Scheduler
+
+from .checked_runner import CheckedRunner, Submission, expected_output
+
+NUM_BLOCKS = 16
+
+
+def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
+    return Request(number, list(prompt), len(prompt), SamplingParams(), StoppingParams(max_tokens), arrival=number)
+
+
+def make_core(runner: CheckedRunner | None = None) -> EngineCore:
+    scheduler = Scheduler(
+        BlockPool(NUM_BLOCKS),
+        block_size=4,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=64,
+        eos_token_ids=frozenset(),
+        contract="test",
+    )
+    return EngineCore(scheduler, runner or CheckedRunner(NUM_BLOCKS, 4))
+
+
+@contextmanager
+def running(core: EngineCore) -> Iterator[SimpleQueue[Output]]:
+    outputs: SimpleQueue[Output] = SimpleQueue()
+    thread = threading.Thread(target=core.run, args=(outputs.put,))
+    thread.start()
+    try:
+        yield outputs
+    finally:
+        core.send(Stop())
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def collect(outputs: SimpleQueue[Output], num_ended: int) -> tuple[dict[int, list[int]], StepResult]:
+    tokens: dict[int, list[int]] = {}
+    while num_ended:
+        result = outputs.get(timeout=10)
+        assert isinstance(result, StepResult)
+        for request_id, token_id in zip(result.request_ids, result.token_ids, strict=True):
+            tokens.setdefault(request_id, []).append(token_id)
+        num_ended -= len(result.ended)
+    return tokens, result
+
+
+def test_run_requests_that_arrive_one_by_one_all_end_with_their_tokens() -> None:
+    core = make_core()
+    with running(core) as outputs:
+        for number in range(6):
+            core.send(Add(make_request(number, [number, 1], 8)))
+        tokens, last = collect(outputs, 6)
+    assert tokens == {number: expected_output([number, 1], 8) for number in range(6)}
+    assert (last.load.num_running, last.load.num_used_blocks) == (0, 0)
+
+
+def test_run_refused_request_is_answered_and_others_go_on() -> None:
+    core = make_core()
+    with running(core) as outputs:
+        core.send(Add(make_request(0, [1] * 60, 8)))
+        core.send(Add(make_request(1, [1], 2)))
+        refused = outputs.get(timeout=10)
+        assert isinstance(refused, Refused)
+        assert (refused.request_id, refused.field) == (0, "stopping.max_tokens")
+        tokens, _ = collect(outputs, 1)
+    assert tokens == {1: expected_output([1], 2)}
+
+
+class SteppedRunner(CheckedRunner):
+    """Runs a step when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, 4)
+        self.permits = threading.Semaphore(0)
+
+    def submit(self, plan: Plan) -> Submission:
+        assert self.permits.acquire(timeout=10)
+        return super().submit(plan)
+
+
+def test_run_abort_frees_blocks_after_the_step_under_way() -> None:
+    runner = SteppedRunner()
+    core = make_core(runner)
+    with running(core) as outputs:
+        core.send(Add(make_request(0, [1], 60)))
+        runner.permits.release()
+        first = outputs.get(timeout=10)
+        core.send(Abort(0))
+        runner.permits.release()
+        under_way, after = outputs.get(timeout=10), outputs.get(timeout=10)
+        assert isinstance(first, StepResult)
+        assert isinstance(under_way, StepResult)
+        assert isinstance(after, StepResult)
+        assert (len(first.token_ids), len(under_way.token_ids), len(after.token_ids)) == (1, 1, 0)
+        assert (under_way.load.num_used_blocks, after.load.num_used_blocks) == (1, 0)
+        core.send(Abort(0))
+
+
+def test_run_runner_that_fails_ends_the_loop_with_its_error() -> None:
+    class BrokenRunner(CheckedRunner):
+        def submit(self, plan: Plan) -> Submission:
+            raise RuntimeError("the device is gone")
+
+    core = make_core(BrokenRunner(NUM_BLOCKS, 4))
+    core.send(Add(make_request(0, [1], 1)))
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        core.run(lambda _: None)
