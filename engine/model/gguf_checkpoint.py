@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,6 +139,11 @@ class _Reader(gguf.GGUFReader):  # type: ignore[misc]
     def __init__(self, path: Path) -> None:
         self._path = path
         super().__init__(path, "c")
+
+    def _get(self, *args: Any, **kwargs: Any) -> Any:
+        # A million slices are taken of a vocabulary; those of a memmap cost three times those of an array.
+        self.data = np.asarray(self.data)
+        return super()._get(*args, **kwargs)
 
     def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
         for field in fields:

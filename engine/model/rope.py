@@ -37,12 +37,16 @@ def _scaled_as_llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine for each position: [num_tokens, 1, head_dim / 2] each, the same for all heads."""
+    """Return what `rotate` multiplies by at each position, the same for all heads.
+
+    Two of [num_tokens, 1, head_dim]: the cosine, and the sine with the sign that it has in either half.
+    """
     angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first half of each head against the second. heads: [num_tokens, num_heads, head_dim]."""
     first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.addcmul(heads * cos, torch.cat((second, first), dim=-1), sin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from typing import Any
 
 import structlog
 
@@ -45,6 +46,10 @@ def engine_info(engine: Engine, model: str) -> replica_pb2.EngineInfo:
     )
 
 
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
 async def main(settings: EngineSettings) -> None:
     source = find_model(settings.model)
     async with GrpcServer(settings, ["kvern.v1.EngineService"]) as server:
@@ -53,16 +58,16 @@ async def main(settings: EngineSettings) -> None:
         await server.start()
         thread = EngineThread(settings.engine_config(source.path), servicer.on_output)
         thread.start()
-        stop = asyncio.ensure_future(server.wait_for_stop())
-        await asyncio.wait([thread.loaded, stop], return_when=asyncio.FIRST_COMPLETED)
+        stop = asyncio.create_task(server.wait_for_stop())
+        await _first_of(thread.loaded, stop)
         if not thread.loaded.done():
             return
         engine = thread.loaded.result()
-        for line in engine.summary_lines():
+        for line in engine.capacity.lines():
             _log.info(line)
         servicer.start_serving(thread, engine_info(engine, settings.served_model_name or source.name))
         server.set_ready(True)
-        await asyncio.wait([thread.ended, stop], return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(thread.ended, stop)
         if thread.ended.done():
             thread.ended.result()  # raises what the engine died of
     await thread.stop()

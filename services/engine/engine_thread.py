@@ -53,7 +53,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = start_engine(self._config, _log_progress)
+            engine = start_engine(self._config, _ProgressLog())
         except Exception as error:
             self._in_loop(self.loaded.set_exception, error)
             return
@@ -70,5 +70,14 @@ class EngineThread:
         self._loop.call_soon_threadsafe(function, argument)
 
 
-def _log_progress(fraction: float, what: str) -> None:
-    _log.info("loading", progress=round(fraction, 3), what=what)
+class _ProgressLog:
+    """Logs loading by the tenth: a model has hundreds of tensors."""
+
+    def __init__(self) -> None:
+        self._logged = -1
+
+    def __call__(self, fraction: float, what: str) -> None:
+        tenths = int(fraction * 10)
+        if tenths > self._logged:
+            self._logged = tenths
+            _log.info("loading", progress=round(fraction, 2), what=what)

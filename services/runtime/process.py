@@ -48,9 +48,10 @@ def run_service(
     if settings.supervisor_pid is not None:
         exit_with_parent(settings.supervisor_pid)
     configure_logs(name, settings.log_level, settings.log_format)
+    expected: tuple[type[Exception], ...] = (ListenError, ModelNotFound, *expected_errors)
     try:
         uvloop.run(_without_gc_pauses(main(settings)))
-    except (ListenError, ModelNotFound, *expected_errors) as error:
+    except expected as error:
         structlog.get_logger("kvern").critical(str(error))
         sys.exit(EXIT_FAILED)
     sys.exit(0)

@@ -41,7 +41,6 @@ class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
-        env_prefix=ENV_PREFIX,
         cli_kebab_case=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
@@ -80,26 +79,28 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # `load` passes the file's values as init arguments, so they rank below the environment.
-        return env_settings, init_settings
+        # `load` passes what variables and the file say as init arguments; flags come on top of them.
+        return (init_settings,)
 
     @classmethod
     def load(cls, argv: Sequence[str], *, prog: str, environ: Mapping[str, str] = os.environ) -> Self:
         """Read all sources. Raises SettingsError; exits on --help and on flags that do not exist, as argparse does."""
-        cls._refuse_unknown_variables(environ)
         try:
-            return cls(_cli_parse_args=list(argv), _cli_prog_name=prog, **cls._file_values(argv, environ))  # type: ignore[call-arg]
+            values = cls._file_values(argv, environ) | cls._variables(environ)
+            return cls(_cli_parse_args=list(argv), _cli_prog_name=prog, **values)  # type: ignore[call-arg]
         except ValidationError as error:
             raise SettingsError("; ".join(_describe(item) for item in error.errors())) from error
         except pydantic_settings.SettingsError as error:
             raise SettingsError(str(error)) from error
 
     @classmethod
-    def _refuse_unknown_variables(cls, environ: Mapping[str, str]) -> None:
-        known = {f"{ENV_PREFIX}{field.upper()}" for field in cls.model_fields}
-        for name in sorted(environ):
-            if name.startswith(ENV_PREFIX) and name not in known:
-                raise SettingsError(f"{name}: no such setting{_suggestion(name, known)}")
+    def _variables(cls, environ: Mapping[str, str]) -> dict[str, str]:
+        fields = {f"{ENV_PREFIX}{field.upper()}": field for field in cls.model_fields}
+        given = sorted(name for name in environ if name.startswith(ENV_PREFIX))
+        for name in given:
+            if name not in fields:
+                raise SettingsError(f"{name}: no such setting{_suggestion(name, set(fields))}")
+        return {fields[name]: environ[name] for name in given}
 
     @classmethod
     def _file_values(cls, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:

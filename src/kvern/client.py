@@ -62,6 +62,10 @@ class KvernError(Exception):
         return f"{self.code.name}: {self.message}"
 
 
+class Unreachable(KvernError):
+    """No Kvern answered at the address."""
+
+
 class GenerateOptions(TypedDict, total=False):
     """How to generate. What is absent is the server's to choose; the meanings are those of GenerateRequest."""
 
@@ -128,24 +132,44 @@ class Client:
     def stream(self, request: pb.GenerateRequest) -> Iterator[pb.GenerateResponse]:
         """Run a request as it is. Yields the server's events; leaving the loop cancels the request."""
         call = self._inference.Generate(request)
+        answered = False
         try:
-            yield from call
+            for response in call:
+                answered = True
+                yield response
         except grpc.RpcError as error:
-            raise _typed(error) from error
+            raise self._typed(error, answered=answered) from error
         finally:
             call.cancel()
 
     def tokenize(self, text: str, *, model: str = "") -> pb.TokenizeResponse:
         """Return the token ids that a text prompt stands for."""
-        return _unary(self._inference.Tokenize, pb.TokenizeRequest(model=model, text=text))
+        return self._unary(self._inference.Tokenize, pb.TokenizeRequest(model=model, text=text))
 
     def list_models(self) -> pb.ListModelsResponse:
         """Return the models that can be asked for now."""
-        return _unary(self._inference.ListModels, pb.ListModelsRequest())
+        return self._unary(self._inference.ListModels, pb.ListModelsRequest())
 
     def list_replicas(self) -> router_pb2.ListReplicasResponse:
         """Return what the router knows of its replicas: state, limits, load."""
-        return _unary(self._router.ListReplicas, router_pb2.ListReplicasRequest())
+        return self._unary(self._router.ListReplicas, router_pb2.ListReplicasRequest())
+
+    def _unary(self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request) -> _Response:
+        try:
+            return method(request)
+        except grpc.RpcError as error:
+            raise self._typed(error, answered=False) from error
+
+    def _typed(self, error: grpc.RpcError, *, answered: bool) -> KvernError:
+        # What grpc raises out of a call is the call itself; the type stubs know only the base class.
+        call = cast(grpc.Call, error)
+        code, message = call.code(), call.details() or ""
+        for key, value in call.trailing_metadata() or ():
+            if key == _STATUS_DETAILS_KEY:
+                return _with_details(KvernError(code, message), status_pb2.Status.FromString(cast(bytes, value)))
+        if code is grpc.StatusCode.UNAVAILABLE and not answered:
+            return Unreachable(code, f"no Kvern at {self.address}")
+        return KvernError(code, message)
 
 
 def _request(options: GenerateOptions) -> pb.GenerateRequest:
@@ -161,24 +185,7 @@ def _chosen(options: GenerateOptions, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in names}
 
 
-def _unary(method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request) -> _Response:
-    try:
-        return method(request)
-    except grpc.RpcError as error:
-        raise _typed(error) from error
-
-
-def _typed(error: grpc.RpcError) -> KvernError:
-    # What grpc raises out of a call is the call itself; the type stubs know only the base class.
-    call = cast(grpc.Call, error)
-    result = KvernError(call.code(), call.details() or "")
-    for key, value in call.trailing_metadata() or ():
-        if key == _STATUS_DETAILS_KEY:
-            _add_details(result, status_pb2.Status.FromString(cast(bytes, value)))
-    return result
-
-
-def _add_details(error: KvernError, status: status_pb2.Status) -> None:
+def _with_details(error: KvernError, status: status_pb2.Status) -> KvernError:
     info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
@@ -189,3 +196,4 @@ def _add_details(error: KvernError, status: status_pb2.Status) -> None:
             error.field = bad_request.field_violations[0].field
         elif detail.Unpack(retry):
             error.retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    return error

@@ -10,7 +10,7 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class AddressError(Exception):
-    """An address is malformed, taken, or not this machine's. The message names the flag that gave it."""
+    """An address is malformed, taken, or not this machine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +29,29 @@ class Address:
         return Address(_EVERY_INTERFACE.get(self.host, self.host), self.port)
 
 
-def parse_address(text: str, flag: str) -> Address:
-    """Read `host:port` or `[v6]:port`. Port 0 becomes a free one. Raises AddressError."""
+def parse_address(text: str) -> Address:
+    """Read `host:port` or `[v6]:port`. Raises AddressError."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise AddressError(f"{flag}: {text!r} is not host:port")
-    return Address(host, int(port) or _bound_port(host, 0, flag))
+        raise AddressError(f"{text!r} is not host:port")
+    return Address(host, int(port))
 
 
-def check_free(address: Address, flag: str) -> None:
-    """Raise AddressError if nothing could listen on the address now."""
-    _bound_port(address.host, address.port, flag)
-
-
-def _bound_port(host: str, port: int, flag: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def claim(address: Address, flag: str) -> Address:
+    """Return the address, with a free port in place of 0. Raises AddressError if nothing could listen there now."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As servers do: connections of an earlier run that linger are no obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind((address.host, address.port))
         except OSError as error:
-            raise AddressError(f"{flag}: {_why(error, Address(host, port), flag)}") from error
-        return int(probe.getsockname()[1])
+            raise AddressError(f"{flag}: {_why(error, address)}") from error
+        return Address(address.host, int(probe.getsockname()[1]))
 
 
-def _why(error: OSError, address: Address, flag: str) -> str:
+def _why(error: OSError, address: Address) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {address.port} on {address.host} is taken; choose another with {flag} {address.host}:PORT"
+        return f"port {address.port} on {address.host} is taken by another program; choose another port"
     return f"cannot listen on {address}: {error.strerror}"

@@ -6,13 +6,14 @@ import fcntl
 import os
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
 _MAX_FOLDER_BYTES = 70
 """A socket path holds about 100 bytes; the rest is for the names in the folder."""
 
-_DYING_S = 10.0
+_DYING_S = 30.0
 """How long the processes of a set whose supervisor was killed are given to be gone."""
 
 
@@ -31,10 +32,8 @@ def log_folder(port: int) -> Path:
 
 
 def run_folder(port: int) -> Path:
-    """Return the private folder of a set's sockets, made if need be. Raises FolderError."""
-    folder = _runtime_root() / str(port)
-    folder.mkdir(exist_ok=True)
-    return folder
+    """Return the folder of a set's sockets, in a private one. It may not exist. Raises FolderError."""
+    return _runtime_root() / str(port)
 
 
 def _runtime_root() -> Path:
@@ -54,65 +53,54 @@ def _private(folder: Path) -> Path:
 
 
 class SetLock:
-    """The claim to a port, shared with every process of the set: it is free only once the last of them is gone."""
+    """The claim to a port, in two locks: the supervisor's own, and one that its child processes inherit.
 
-    def __init__(self, folder: Path) -> None:
-        """Take it. Raises SetRunning, naming the process that has it."""
+    The second is free only once the last child is gone, however they and their supervisor ended.
+    """
+
+    def __init__(self, folder: Path, patience_s: float = _DYING_S) -> None:
+        """Take it, waiting `patience_s` for what is left of an earlier set to be gone. Raises SetRunning."""
         self._folder = folder
-        self._file = open(folder / "up.lock", "a+")  # noqa: SIM115 (held until the set ends)
-        try:
-            self._acquire()
-        except SetRunning:
-            self._file.close()
-            raise
-        self._write_pid()
+        folder.mkdir(exist_ok=True)
+        with ExitStack() as opened:
+            self._supervisor = opened.enter_context(open(folder / "up.lock", "a+"))
+            self._children = opened.enter_context(open(folder / "children.lock", "a"))
+            self._take_from_supervisor()
+            self._take_from_children(patience_s)
+            self._files = opened.pop_all()
+        for stale in folder.glob("*.sock*"):
+            stale.unlink()
 
     @property
-    def file(self) -> IO[str]:
-        return self._file
+    def inherited_fd(self) -> int:
+        """The file descriptor that each child process must hold."""
+        return self._children.fileno()
 
-    def _acquire(self) -> None:
-        deadline = time.monotonic() + _DYING_S
-        while not self._try_lock():
-            pid = self._holder()
-            if _alive(pid):
-                raise SetRunning(f"Kvern is already up on port {self._folder.name} (process {pid})")
+    def release(self, *, forget: bool) -> None:
+        """Give it up. `forget` removes the folder: nobody will ask for this port again."""
+        if forget:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._files.close()
+
+    def _take_from_supervisor(self) -> None:
+        if not _lock(self._supervisor):
+            self._supervisor.seek(0)
+            raise SetRunning(f"Kvern is already up on port {self._folder.name} (process {self._supervisor.read()})")
+        self._supervisor.truncate(0)
+        self._supervisor.write(str(os.getpid()))
+        self._supervisor.flush()
+
+    def _take_from_children(self, patience_s: float) -> None:
+        deadline = time.monotonic() + patience_s
+        while not _lock(self._children):
             if time.monotonic() > deadline:
                 raise SetRunning(f"processes of an earlier Kvern on port {self._folder.name} still run")
             time.sleep(0.02)
 
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
-    def _holder(self) -> int:
-        self._file.seek(0)
-        text = self._file.read()
-        return int(text) if text.isdecimal() else 0
-
-    def _write_pid(self) -> None:
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
-
-    def release(self, *, forget: bool) -> None:
-        """Give it up. `forget` removes the folder, for a port that nobody asked for by number."""
-        if forget:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._file.close()
-
-
-def _alive(pid: int) -> bool:
-    # 0: the holder has not written its number yet, so it has only just begun.
-    if pid == 0:
-        return True
+def _lock(file: IO[str]) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
         return False
-    except PermissionError:
-        return True
     return True

@@ -1,0 +1,51 @@
+# Everything runs in .venv, which the targets make and keep up to date themselves.
+
+PYTHON ?= python3
+MODEL ?= smollm2
+PROMPT ?= Explain in three sentences how a hand mill turns grain into flour.
+ONCE ?=
+ARGS ?=
+
+# As typed, and out of the shell's hands: quotes and dollars in a prompt stay what they are.
+override export PROMPT := $(value PROMPT)
+
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help run test lint type protos bench clean set-up-run set-up-dev
+
+help: ## List the targets
+	@echo "usage: make TARGET [VARIABLE=value ...]"
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+run: set-up-run ## Answer PROMPT with MODEL, then serve until Ctrl-C (ONCE=1: then end; ARGS: flags of kvern run)
+	@$(BIN)/kvern run $(if $(ONCE),,--serve) $(ARGS) -- "$(MODEL)" "$$PROMPT"
+
+test: set-up-dev ## Run all tests (ARGS: arguments of pytest)
+	@$(BIN)/pytest $(ARGS)
+
+lint: set-up-dev ## Check style, imports between parts, and protos
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/python tools/protos.py check
+
+type: set-up-dev ## Check types
+	$(BIN)/mypy
+	$(BIN)/mypy tests bench tools
+
+protos: set-up-dev ## Generate src/kvern/v1 from protos/
+	$(BIN)/python tools/protos.py generate
+
+bench: set-up-dev ## Measure tokens/s and latencies of MODEL through the front door (ARGS: see bench/generate.py --help)
+	@$(BIN)/python bench/generate.py "$(MODEL)" $(ARGS)
+
+clean: ## Remove .venv, caches and build output
+	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+set-up-run:
+	@$(PYTHON) tools/bootstrap.py run
+
+set-up-dev:
+	@$(PYTHON) tools/bootstrap.py dev

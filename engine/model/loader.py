@@ -1,0 +1,193 @@
+"""Loading a model: from files to a module that is ready to run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kvern.engine.config import EngineConfig
+from kvern.engine.errors import ConfigError, ModelError
+from kvern.engine.model.causal_lm import CausalLM
+from kvern.engine.model.checkpoint import Checkpoint
+from kvern.engine.model.config import ModelConfig
+from kvern.engine.model.fingerprint import model_fingerprint
+from kvern.engine.model.layers import FusedLinear
+from kvern.engine.model.llama import LlamaForCausalLM
+from kvern.engine.model.safetensors_checkpoint import SafetensorsCheckpoint
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[float, str], None]
+
+_ARCHITECTURES: dict[str, type[CausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, and what its files say of it."""
+
+    module: CausalLM
+    config: ModelConfig
+    path: Path
+    dtype: torch.dtype
+    device: torch.device
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    """Hex. Equal only where weights and shape are: see `model_fingerprint`."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.module.parameters())
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+
+def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
+    """Load the model at `config.model_path`. `progress` is told a share between 0 and 1 and what is being done.
+
+    Raises ModelError where the files are missing, damaged or of a kind that cannot be run; ConfigError where dtype or
+    device cannot be honoured.
+    """
+    report = progress or _no_progress
+    device = _device(config.device)
+    report(0.0, "reading metadata")
+    checkpoint = _open_checkpoint(config.model_path)
+    model_class = _ARCHITECTURES.get(checkpoint.architecture)
+    if model_class is None:
+        known = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"{checkpoint.path}: architecture {checkpoint.architecture} is not supported; {known} is")
+    dtype = _dtype(config.dtype, checkpoint, device)
+    model_config = checkpoint.model_config()
+    module = _load_module(model_class, model_config, checkpoint, dtype, device, report)
+    _warn_of_surplus(checkpoint)
+    return LoadedModel(
+        module=module,
+        config=model_config,
+        path=checkpoint.path,
+        dtype=dtype,
+        device=device,
+        eos_token_ids=frozenset(i for i in checkpoint.eos_token_ids() if i < model_config.vocab_size),
+        fingerprint=model_fingerprint(model_config, checkpoint.weight_files),
+    )
+
+
+def _open_checkpoint(path: Path) -> Checkpoint:
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or directory")
+    if path.suffix != ".gguf":
+        raise ModelError(f"{path}: neither a directory with a config.json nor a .gguf file")
+    try:
+        from kvern.engine.model.gguf_checkpoint import GGUFCheckpoint
+    except ModuleNotFoundError as error:
+        raise ModelError(f"{path}: reading it needs the Python package {error.name}, which is not installed") from error
+    return GGUFCheckpoint(path)
+
+
+def _device(name: str) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if has_cuda else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ConfigError("device", f"{name!r} is not one of auto, cpu, cuda")
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("device", "no CUDA device is available to torch")
+    return torch.device(name)
+
+
+def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ConfigError("dtype", f"{name!r} is not one of auto, {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    stated = checkpoint.dtype()
+    if stated is None:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if stated not in _DTYPES:
+        raise ModelError(f"{checkpoint.path}: weights of type {stated} are not supported; {', '.join(_DTYPES)} are")
+    return _DTYPES[stated]
+
+
+def _load_module(
+    model_class: type[CausalLM],
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Progress,
+) -> CausalLM:
+    """Build the module and fill it.
+
+    A head that is stored is used even where the config ties it to the embedding, as transformers does; where the two
+    are equal, one is kept.
+    """
+    shared = config.tie_word_embeddings and _HEAD not in checkpoint
+    if not shared and _HEAD not in checkpoint:
+        raise ModelError(f"{checkpoint.path}: tensor {_HEAD} is missing, and the config does not tie it to the embedding")
+    with torch.device(device), _default_dtype(dtype):
+        module = model_class(replace(config, tie_word_embeddings=shared))
+    _fill(module, checkpoint, report)
+    if config.tie_word_embeddings and torch.equal(module.lm_head.weight, module.model.embed_tokens.weight):
+        module.tie()
+    return module
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _fill(module: nn.Module, checkpoint: Checkpoint, report: Progress) -> None:
+    """Copy every tensor that the module is made of out of the checkpoint, one at a time."""
+    wanted = dict(_parts(module))
+    for done, (name, destination) in enumerate(wanted.items()):
+        report(done / len(wanted), f"loading {name}")
+        source = checkpoint.tensor(name)
+        if source.shape != destination.shape:
+            expected = list(destination.shape)
+            raise ModelError(f"{checkpoint.path}: tensor {name} is {list(source.shape)}; the config wants {expected}")
+        destination.copy_(source)
+    report(1.0, "loaded")
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Return the tensors that a checkpoint stores, by its names, as views of the module's parameters."""
+    seen: set[Tensor] = set()
+    for path, layer in module.named_modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            if isinstance(layer, FusedLinear):
+                parent = path.rpartition(".")[0]
+                for part, rows in zip(layer.parts, parameter.split(list(layer.parts.values())), strict=True):
+                    yield f"{parent}.{part}.{name}", rows
+            else:
+                yield f"{path}.{name}", parameter
+
+
+def _warn_of_surplus(checkpoint: Checkpoint) -> None:
+    surplus = checkpoint.unread()
+    if surplus:
+        shown = ", ".join(surplus[:5]) + (", ..." if len(surplus) > 5 else "")
+        logger.warning("%s: %d tensors are not part of the model and were left out: %s", checkpoint.path, len(surplus), shown)
+
+
+def _no_progress(share: float, what: str) -> None:
+    """Tell nobody."""

@@ -1,0 +1,93 @@
+"""Attention over a paged KV cache. Source: PagedAttention, arXiv:2309.06180.
+
+A step is planned once, then run once a layer: what depends on the lengths of the sequences alone is not done again for
+every layer. The KV cache is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvern.kernels.paged_attention import cpu
+
+__all__ = ["AttentionMetadata", "paged_attention", "plan_attention", "write_kv"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of one step lie. The same for all layers."""
+
+    num_tokens: int
+    kv_shape: torch.Size
+    plan: cpu.Plan
+
+
+def plan_attention(
+    kv: Tensor, block_table: Tensor, cu_query_lens: Tensor, context_lens: Tensor, slot_mapping: Tensor
+) -> AttentionMetadata:
+    """Prepare a step for `write_kv` and `paged_attention`.
+
+    block_table: [num_seqs, max_blocks] int32, unused entries unread; cu_query_lens: [num_seqs + 1] int32, where each
+    sequence's queries begin; context_lens: [num_seqs] int32, tokens including this step's; slot_mapping: [num_tokens]
+    int64, block * block_size + offset for each token's KV, or -1 where it is in the cache already and not written.
+    Raises ValueError for shapes or types that do not fit.
+    """
+    _check("kv", kv, 6, None)
+    _check("block_table", block_table, 2, torch.int32)
+    _check("cu_query_lens", cu_query_lens, 1, torch.int32)
+    _check("context_lens", context_lens, 1, torch.int32)
+    _check("slot_mapping", slot_mapping, 1, torch.int64)
+    if not kv[0, 0, 0].is_contiguous():
+        raise ValueError("a head's slice of a block must be contiguous in kv")
+    if not len(block_table) == len(context_lens) == len(cu_query_lens) - 1:
+        raise ValueError(
+            f"{len(block_table)} block tables, {len(context_lens)} context lengths and {len(cu_query_lens) - 1} "
+            "sequences of queries must be as many"
+        )
+    plan = cpu.plan(kv, block_table, cu_query_lens.tolist(), context_lens.tolist(), slot_mapping)
+    return AttentionMetadata(num_tokens=len(slot_mapping), kv_shape=kv.shape, plan=plan)
+
+
+def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
+    """Store the step's keys and values of one layer in the slots of the plan.
+
+    k, v: [num_tokens, num_kv_heads, head_dim]. Raises ValueError for shapes or types that do not fit.
+    """
+    expected = (metadata.num_tokens, kv.shape[3], kv.shape[5])
+    _check_against_plan(kv, metadata)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.shape != expected or tensor.dtype is not kv.dtype:
+            raise ValueError(f"{name} is {_describe(tensor)}; {list(expected)} of {kv.dtype} is needed")
+    cpu.write_kv(kv, layer, k, v, metadata.plan)
+
+
+def paged_attention(q: Tensor, kv: Tensor, layer: int, metadata: AttentionMetadata, scale: float) -> Tensor:
+    """Attend every query token over its sequence's KV of one layer, causally. Softmax is in float32.
+
+    q: [num_tokens, num_heads, head_dim]. Returns the same shape. The last query of a sequence is its context's last
+    token. Raises ValueError if num_heads % num_kv_heads != 0, and for shapes or types that do not fit.
+    """
+    _check_against_plan(kv, metadata)
+    num_kv_heads, head_dim = kv.shape[3], kv.shape[5]
+    if q.dim() != 3 or len(q) != metadata.num_tokens or q.shape[2] != head_dim or q.dtype is not kv.dtype:
+        raise ValueError(f"q is {_describe(q)}; [{metadata.num_tokens}, num_heads, {head_dim}] of {kv.dtype} is needed")
+    if q.shape[1] % num_kv_heads:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
+    return cpu.paged_attention(q, kv, layer, metadata.plan, scale)
+
+
+def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> None:
+    if tensor.dim() != dims or (dtype is not None and tensor.dtype is not dtype):
+        raise ValueError(f"{name} is {_describe(tensor)}; {dims} dimensions{f' of {dtype}' if dtype else ''} are needed")
+
+
+def _check_against_plan(kv: Tensor, metadata: AttentionMetadata) -> None:
+    if kv.shape != metadata.kv_shape:
+        raise ValueError(f"kv is {list(kv.shape)}; the step was planned for {list(metadata.kv_shape)}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"

@@ -1,0 +1,59 @@
+"""One choice of a request: its tokens become text, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvern.services.detokenizer.incremental_decode import IncrementalDecoder
+from kvern.services.detokenizer.stop_strings import StopStringMatcher
+
+
+@dataclass(slots=True)
+class Choice:
+    """State of one choice. Tokens after a matched stop string do not count."""
+
+    index: int
+    decoder: IncrementalDecoder
+    matcher: StopStringMatcher
+    num_tokens: int = 0
+    text_bytes: int = 0
+    """Bytes of text sent, in UTF-8."""
+    unsent_ids: list[int] = field(default_factory=list)
+    """Tokens that no frame has told of yet."""
+    first_token_at: float | None = None
+    """Of time.monotonic()."""
+    is_finished: bool = False
+
+    @property
+    def matched_stop(self) -> str | None:
+        return self.matcher.matched
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens and return the text that can be shown."""
+        if not self.matcher.is_searching:
+            self._count(token_ids)
+            return self.decoder.push(token_ids)
+        text = ""
+        for token_id in token_ids:
+            if self.matched_stop is not None:
+                break
+            self._count([token_id])
+            text += self.matcher.push(self.decoder.push([token_id]))
+        return text
+
+    def push_hidden(self, token_id: int) -> None:
+        """Take a token that counts and is not turned into text."""
+        if self.matched_stop is None:
+            self._count([token_id])
+
+    def finish(self) -> str:
+        """Return the text that was held back, now that no token follows."""
+        if self.matched_stop is not None:
+            return ""
+        text = self.matcher.push(self.decoder.finish())
+        return text if self.matched_stop is not None else text + self.matcher.finish()
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        self.num_tokens += len(token_ids)
+        self.unsent_ids.extend(token_ids)

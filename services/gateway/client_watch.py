@@ -1,0 +1,79 @@
+"""Middleware that reads a request's body within a bound and ends its work when its client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvern.services.gateway.errors import ApiError
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+
+
+class ClientGone(Exception):
+    """The client closed the connection."""
+
+
+class ClientWatch:
+    """Runs each request as a task, which is cancelled at once when the client disconnects."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await _read_body(receive)
+        except ClientGone:
+            return
+        except ApiError as error:
+            await error.response(scope, receive, send)
+            return
+        await _run(self._answer(scope, _replay(body), send), receive)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _read_body(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body may be {MAX_BODY_BYTES} bytes long at most")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replay(body: bytes) -> Receive:
+    """Return a `receive` that gives the body, then nothing more."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.get_running_loop().create_future()  # for ever: a disconnect cancels who waits here
+        return messages.pop()
+
+    return receive
+
+
+async def _run(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    working, gone = asyncio.create_task(work), asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.wait((working, gone))
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

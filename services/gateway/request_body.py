@@ -1,0 +1,86 @@
+"""From a request's body to a validated object, or an error that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
+
+from kvern.services.gateway.errors import ApiError
+
+
+class Body(BaseModel):
+    """Base of what clients send: types are not coerced, and what is not acted on is refused, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    neutral: ClassVar[Mapping[str, Sequence[object]]] = {}
+    """Further fields, each with the values that ask for nothing: clients may send those."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: object) -> object:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value not in cls.neutral.get(name, ())}
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+_CODES = {"extra_forbidden": "unsupported_parameter", "missing": "missing_required_parameter"}
+_MESSAGES = {
+    "extra_forbidden": "Not supported by this server",
+    "model_type": "Input should be an object",
+    "model_attributes_type": "Input should be an object",
+}
+
+
+def parse(kind: type[_Body], content: bytes) -> _Body:
+    """Parse a JSON body. Raises ApiError with status 400."""
+    try:
+        document = from_json(content, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise _refusal(error, document) from error
+
+
+def _refusal(error: ValidationError, document: dict[str, Any]) -> ApiError:
+    """Report the errors deepest in the document: of a union's alternatives, that is the one that came closest."""
+    located = [(_path(item["loc"], document), item) for item in error.errors(include_url=False)]
+    deepest = max((path for path, _ in located), key=len)
+    items = [item for path, item in located if path == deepest]
+    messages = dict.fromkeys(_MESSAGES.get(item["type"], item["msg"]) for item in items)
+    param = _param(deepest)
+    return ApiError(400, f"{param}: {' or '.join(messages)}", param, _code(items[0]))
+
+
+def _path(loc: Sequence[str | int], document: Any) -> tuple[str | int, ...]:
+    """Return an error's place in the document: its `loc` without the names pydantic gives a union's alternatives."""
+    path: list[str | int] = []
+    here = document
+    for step in loc:
+        if isinstance(here, dict) and isinstance(step, str):
+            here = here.get(step)
+        elif isinstance(here, list) and isinstance(step, int):
+            here = here[step]
+        else:
+            continue
+        path.append(step)
+    return tuple(path)
+
+
+def _param(path: Sequence[str | int]) -> str:
+    """Return a path as OpenAI writes it: messages[0].content."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")
+
+
+def _code(item: ErrorDetails) -> str:
+    return "invalid_type" if item["type"].endswith("_type") else _CODES.get(item["type"], "invalid_value")

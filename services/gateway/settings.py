@@ -1,0 +1,26 @@
+"""Settings of the HTTP gateway."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from kvern.services.runtime.settings import Addresses, ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    """Kvern's HTTP gateway: OpenAI's API in front of a router."""
+
+    listen: Addresses = Field(min_length=1)
+    """Addresses to serve HTTP on, as host:port; repeat, or join with commas."""
+
+    router: str = Field(min_length=1)
+    """Address of the router: unix:/path or host:port."""
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or int(port) > 65535:
+                raise ValueError(f"{address} is not host:port")
+        return addresses

@@ -1,0 +1,36 @@
+"""Which requests are in flight at this router."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvern.services.runtime.errors import AlreadyExists, ResourceExhausted
+
+RETRY_AFTER_S = 1.0
+
+
+class Admission:
+    """Bounds the requests in flight and keeps their ids apart."""
+
+    def __init__(self, max_streams: int) -> None:
+        self._max_streams = max_streams
+        self._request_ids: set[str] = set()
+
+    @contextmanager
+    def admit(self, request_id: str) -> Iterator[str]:
+        """Hold a place for one request and yield its id, made up if it is empty.
+
+        Raises ResourceExhausted at the bound, AlreadyExists for an id in flight.
+        """
+        if len(self._request_ids) >= self._max_streams:
+            raise ResourceExhausted(f"{self._max_streams} requests are in flight", retry_after_s=RETRY_AFTER_S)
+        if request_id in self._request_ids:
+            raise AlreadyExists(f"request_id {request_id!r} is in flight")
+        request_id = request_id or uuid.uuid4().hex
+        self._request_ids.add(request_id)
+        try:
+            yield request_id
+        finally:
+            self._request_ids.remove(request_id)

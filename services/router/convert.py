@@ -1,0 +1,49 @@
+"""From what clients ask to what the tokenizer and replicas are asked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from kvern.v1 import inference_pb2, replica_pb2, tokenizer_pb2
+
+
+def to_encode(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, model: str
+) -> tokenizer_pb2.EncodePromptRequest:
+    """Ask for a prompt's token ids."""
+    encode = tokenizer_pb2.EncodePromptRequest(model=model)
+    if request.HasField("text"):
+        encode.text = request.text
+    elif request.HasField("chat"):
+        encode.chat.CopyFrom(request.chat)
+    elif isinstance(request, inference_pb2.GenerateRequest):
+        encode.token_ids.CopyFrom(request.token_ids)
+    if request.HasField("add_special_tokens"):
+        encode.add_special_tokens = request.add_special_tokens
+    if isinstance(request, inference_pb2.GenerateRequest) and request.HasField("keep_last_tokens"):
+        encode.keep_last_tokens = request.keep_last_tokens
+    return encode
+
+
+def to_decode(request: inference_pb2.DetokenizeRequest, model: str) -> tokenizer_pb2.DecodeTokensRequest:
+    """Ask for the text of token ids."""
+    decode = tokenizer_pb2.DecodeTokensRequest(model=model, token_ids=request.ids)
+    if request.HasField("skip_special_tokens"):
+        decode.skip_special_tokens = request.skip_special_tokens
+    return decode
+
+
+def to_serve(
+    request: inference_pb2.GenerateRequest, request_id: str, model: str, token_ids: Sequence[int], rng: random.Random
+) -> replica_pb2.ServeRequest:
+    """Complete a client's request for a replica: its id, model, seed and token ids are set."""
+    serve = replica_pb2.ServeRequest(request=request)
+    completed = serve.request
+    completed.request_id = request_id
+    completed.model = model
+    completed.ClearField("prompt")
+    completed.token_ids.ids.extend(token_ids)
+    if not request.sampling.HasField("seed"):
+        completed.sampling.seed = rng.getrandbits(64)
+    return serve

@@ -1,0 +1,50 @@
+"""Which models the replicas serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvern.services.router.replicas import Replica
+from kvern.services.runtime.errors import InvalidArgument, NotFound, Unavailable
+from kvern.v1 import inference_pb2
+
+
+def resolve_model(replicas: Iterable[Replica], name: str) -> str:
+    """Return the model a request means; an empty name means the only one.
+
+    Raises NotFound, InvalidArgument where an empty name is ambiguous, Unavailable while no replica has been seen.
+    """
+    names = sorted({replica.engine.model for replica in replicas if replica.engine is not None})
+    if not names:
+        raise Unavailable("no replica has announced a model yet")
+    if not name and len(names) > 1:
+        raise InvalidArgument("model", f"must be named where several are served: {', '.join(names)}")
+    if name and name not in names:
+        raise NotFound(f"model {name!r} is not served here; served: {', '.join(names)}", reason="MODEL_NOT_FOUND")
+    return name or names[0]
+
+
+def max_context(replicas: Iterable[Replica], model: str) -> int:
+    """Return the longest prompt and output together that every replica of a known model can run, in tokens."""
+    engines = [replica.engine for replica in replicas if replica.engine is not None]
+    return min(engine.max_model_len for engine in engines if engine.model == model)
+
+
+def list_models(replicas: Iterable[Replica]) -> list[inference_pb2.Model]:
+    """Return the models that can be asked for now. Replicas whose KV is not interchangeable are listed apart."""
+    models: dict[tuple[str, str], inference_pb2.Model] = {}
+    for replica in replicas:
+        if replica.is_ready and (engine := replica.engine) is not None:
+            listed = models.setdefault(
+                (engine.model, engine.contract),
+                inference_pb2.Model(
+                    name=engine.model,
+                    max_context=engine.max_model_len,
+                    vocab_size=engine.vocab_size,
+                    block_size=engine.block_size,
+                    contract=engine.contract,
+                ),
+            )
+            listed.max_context = min(listed.max_context, engine.max_model_len)
+            listed.ready_replicas += 1
+    return list(models.values())

@@ -1,0 +1,130 @@
+"""InferenceService and RouterService: what clients and operators call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kvern.services.router.admission import Admission
+from kvern.services.router.choice import by_cost
+from kvern.services.router.convert import to_decode, to_encode, to_serve
+from kvern.services.router.models import list_models, max_context, resolve_model
+from kvern.services.router.relay import Relay
+from kvern.services.router.replicas import ReplicaTable
+from kvern.services.router.request_log import log_request
+from kvern.services.router.tokenizer import TimeRemaining, Tokenizer
+from kvern.services.runtime.errors import InvalidArgument
+from kvern.services.runtime.validate import check_chat, check_generate, check_name
+from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
+
+INFERENCE_SERVICE = "kvern.v1.InferenceService"
+ROUTER_SERVICE = "kvern.v1.RouterService"
+
+REPLICA_METADATA_KEY = "kvern-replica"
+"""Trailing metadata of Generate: address of the replica that served it."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Validates, tokenizes, chooses, relays."""
+
+    def __init__(self, tokenizer: Tokenizer, table: ReplicaTable, max_streams: int) -> None:
+        self._tokenizer = tokenizer
+        self._table = table
+        self._admission = Admission(max_streams)
+        self._rng = random.Random()
+
+    async def Generate(  # type: ignore[override]  # yields what replicas serialized
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> AsyncIterator[bytes]:
+        with log_request() as record:
+            record.request_id = request.request_id
+            check_generate(request)
+            with self._admission.admit(request.request_id) as record.request_id:
+                record.model, token_ids = await self._prepare(request, context.time_remaining)
+                record.prompt_tokens = len(token_ids)
+                serve = to_serve(request, record.request_id, record.model, token_ids, self._rng)
+                relay = Relay(self._table, serve, record, self._rng)
+                async with aclosing(relay.frames(context.time_remaining)) as frames:
+                    async for frame in frames:
+                        yield frame
+                context.set_trailing_metadata(((REPLICA_METADATA_KEY, record.replica),))
+
+    async def Route(self, request: inference_pb2.RouteRequest, context: _Context) -> inference_pb2.RouteResponse:
+        check_generate(request.request)
+        model, token_ids = await self._prepare(request.request, context.time_remaining)
+        candidates = by_cost(self._table.candidates(model), self._rng)
+        best = candidates[0]
+        return inference_pb2.RouteResponse(
+            replica=best.address,
+            address=best.address,
+            prompt_tokens=len(token_ids),
+            matched_tokens=best.matched_tokens,
+            candidates=[
+                inference_pb2.Candidate(replica=each.address, matched_tokens=each.matched_tokens, cost=each.cost)
+                for each in candidates
+            ],
+            prompt_token_ids=token_ids,
+        )
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, context: _Context
+    ) -> inference_pb2.TokenizeResponse:
+        check_name("model", request.model)
+        if request.WhichOneof("prompt") is None:
+            raise InvalidArgument("prompt", "missing; give text or chat")
+        if request.HasField("chat"):
+            check_chat(request.chat)
+        model = resolve_model(self._table, request.model)
+        encoded = await self._tokenizer.encode(to_encode(request, model), context.time_remaining)
+        return inference_pb2.TokenizeResponse(ids=encoded.token_ids, max_context=max_context(self._table, model))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, context: _Context
+    ) -> inference_pb2.DetokenizeResponse:
+        check_name("model", request.model)
+        model = resolve_model(self._table, request.model)
+        decoded = await self._tokenizer.decode(to_decode(request, model), context.time_remaining)
+        return inference_pb2.DetokenizeResponse(text=decoded.text)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: _Context
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=list_models(self._table))
+
+    async def _prepare(
+        self, request: inference_pb2.GenerateRequest, time_remaining: TimeRemaining
+    ) -> tuple[str, Sequence[int]]:
+        """Return the model a request means, one that can be asked now, and the prompt's token ids."""
+        model = resolve_model(self._table, request.model)
+        self._table.candidates(model)  # better to fail here than after tokenizing
+        encoded = await self._tokenizer.encode(to_encode(request, model), time_remaining)
+        return model, encoded.token_ids
+
+
+class RouterServicer(router_pb2_grpc.RouterServiceServicer):
+    """Tells operators what this router sees."""
+
+    def __init__(self, table: ReplicaTable) -> None:
+        self._table = table
+
+    async def ListReplicas(
+        self, request: router_pb2.ListReplicasRequest, context: _Context
+    ) -> router_pb2.ListReplicasResponse:
+        return router_pb2.ListReplicasResponse(replicas=[replica.status for replica in self._table])
+
+
+def add_to_server(inference: InferenceServicer, router: RouterServicer, server: grpc.aio.Server) -> None:
+    """Register both services."""
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(inference, server)
+    router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
+    # Generate again, without a serializer: its frames are bytes already.
+    generate: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(
+        inference.Generate, request_deserializer=inference_pb2.GenerateRequest.FromString
+    )
+    server.add_registered_method_handlers(INFERENCE_SERVICE, {"Generate": generate})

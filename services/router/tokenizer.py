@@ -1,0 +1,94 @@
+"""The tokenizer beside this router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvern.services.runtime.channel import open_channel
+from kvern.services.runtime.errors import Unavailable
+from kvern.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+HEALTH_INTERVAL_S = 1.0
+HEALTH_TIMEOUT_S = 1.0
+
+RECONNECT_TIMEOUT_S = 2.0
+"""How long a call waits for a tokenizer that went away to be back."""
+
+TimeRemaining = Callable[[], float | None]
+"""Seconds until the client's deadline, None if it set none."""
+
+_Request = TypeVar("_Request", contravariant=True)
+_Response = TypeVar("_Response", covariant=True)
+
+
+class _Method(Protocol[_Request, _Response]):
+    def __call__(self, request: _Request, *, timeout: float | None) -> Awaitable[_Response]: ...
+
+
+class Tokenizer:
+    """Calls to the tokenizer, and whether it serves. `watch` keeps `is_serving` true to fact."""
+
+    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+        self.is_serving = False
+        self._on_change = on_change
+        self._channel = open_channel(address)
+        self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def encode(
+        self, request: tokenizer_pb2.EncodePromptRequest, time_remaining: TimeRemaining
+    ) -> tokenizer_pb2.EncodePromptResponse:
+        """Return a prompt's token ids. Raises AioRpcError with the tokenizer's verdict, Unavailable if it is away."""
+        return await self._call(self._stub.EncodePrompt, request, time_remaining)
+
+    async def decode(
+        self, request: tokenizer_pb2.DecodeTokensRequest, time_remaining: TimeRemaining
+    ) -> tokenizer_pb2.DecodeTokensResponse:
+        """Return the text of token ids. Raises as `encode` does."""
+        return await self._call(self._stub.DecodeTokens, request, time_remaining)
+
+    async def watch(self) -> None:
+        """Ask for its health for ever."""
+        while True:
+            self.is_serving = await self._check_health()
+            self._on_change()
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _call(
+        self, method: _Method[_Request, _Response], request: _Request, time_remaining: TimeRemaining
+    ) -> _Response:
+        try:
+            return await method(request, timeout=time_remaining())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        await self._reconnect()
+        try:
+            return await method(request, timeout=time_remaining())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            raise Unavailable("the tokenizer is away") from error
+
+    async def _reconnect(self) -> None:
+        try:
+            async with asyncio.timeout(RECONNECT_TIMEOUT_S):
+                await self._channel.channel_ready()
+        except TimeoutError as error:
+            raise Unavailable("the tokenizer is away") from error
+
+    async def _check_health(self) -> bool:
+        request = health_pb2.HealthCheckRequest(service="kvern.v1.TokenizerService")
+        try:
+            response = await self._health.Check(request, timeout=HEALTH_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,102 @@
+"""Control tokens that a user typed stay text.
+
+A chat's template writes control tokens, and users can write the same characters. So typed ones are marked before the
+template sees them, and the marks are taken out again after the tokenizer has looked for control tokens and before it
+splits text: a typed one then encodes as the text it is, just as any other text.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from tokenizers import NormalizedString, PreTokenizedString, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from kvern.services.runtime.text import Tokenizer
+
+# Two of the code points that Unicode keeps for a program's own use: no text has them.
+_START = "\ufdd0"
+_END = "\ufdd1"
+_MARK = re.compile(f"[{_START}{_END}]")
+
+_Value = TypeVar("_Value")
+
+
+class ControlTokenGuard:
+    """Tells control tokens that a template wrote from those that its variables brought."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+        special, written = _control_tokens(tokenizer)
+        self._special = _any_of(special)
+        self._all = _any_of(special | written)
+        self._marked = re.compile(f"{_START}({self._all.pattern}){_END}")
+        self._lock = threading.Lock()
+        self._guarded: Backend | None = None
+
+    def mark(self, value: _Value) -> _Value:
+        """Mark control tokens in a string, or in all strings of a JSON value. Template code still finds them whole."""
+        return self._mark(value, self._all)  # type: ignore[no-any-return]
+
+    def mark_assistant(self, value: _Value) -> _Value:
+        """Mark special tokens only: `<think>` and the like are part of what a model says, and templates look for it."""
+        return self._mark(value, self._special)  # type: ignore[no-any-return]
+
+    def encode(self, rendered: str, *, add_special_tokens: bool) -> list[int]:
+        """Encode a template rendered with marked variables."""
+        text = self._marked.sub(lambda match: match[1][0] + _START + match[1][1:], rendered)
+        backend = self._backend if _MARK.search(text) is None else self._guarded_backend()
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _mark(self, value: Any, tokens: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            return tokens.sub(f"{_START}\\g<0>{_END}", _MARK.sub("", value))
+        if isinstance(value, dict):
+            return {self._mark(key, tokens): self._mark(item, tokens) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._mark(item, tokens) for item in value]
+        return value
+
+    def _guarded_backend(self) -> Backend:
+        # Made when first needed: it is as large as the tokenizer.
+        with self._lock:
+            if self._guarded is None:
+                self._guarded = _without_marks(self._backend)
+            return self._guarded
+
+
+def _control_tokens(tokenizer: Tokenizer) -> tuple[set[str], set[str]]:
+    """Return the special tokens, and the other added tokens that the chat template writes (`<think>`)."""
+    template = tokenizer.transformers.chat_template
+    source = template if isinstance(template, str) else " ".join((template or {}).values())
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    special = {token.content for token in added if token.special}
+    return special, {token.content for token in added if token.content in source and not token.content.isspace()}
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)) or "(?!)")
+
+
+def _without_marks(backend: Backend) -> Backend:
+    """Return a copy of a tokenizer that removes marks after it has looked for added tokens."""
+    copy = Backend.from_str(backend.to_str())
+    steps = [pre_tokenizers.PreTokenizer.custom(_MarkRemover())]
+    if backend.pre_tokenizer is not None:
+        steps.append(backend.pre_tokenizer)
+    copy.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    return copy
+
+
+class _MarkRemover:
+    """A pre-tokenizer, because those run after the search for added tokens."""
+
+    def pre_tokenize(self, text: PreTokenizedString) -> None:
+        text.normalize(self._remove)
+
+    def _remove(self, text: NormalizedString) -> None:
+        text.replace(_START, "")
+        text.replace(_END, "")

@@ -1,0 +1,69 @@
+"""TokenizerService: text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import grpc
+
+from kvern.services.runtime.errors import InvalidArgument, NotFound
+from kvern.services.runtime.text import Tokenizer, check_token_ids
+from kvern.services.tokenizer.prompt import PromptEncoder
+from kvern.services.tokenizer.workers import Workers
+from kvern.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Served = TypeVar("_Served")
+
+
+class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Serves the tokenizers of one or several models, by the models' names."""
+
+    def __init__(self, tokenizers: Mapping[str, Tokenizer], workers: Workers) -> None:
+        self._tokenizers = tokenizers
+        self._encoders = {name: PromptEncoder(tokenizer) for name, tokenizer in tokenizers.items()}
+        self._workers = workers
+
+    async def EncodePrompt(
+        self, request: tokenizer_pb2.EncodePromptRequest, context: _Context
+    ) -> tokenizer_pb2.EncodePromptResponse:
+        encoder = _find(self._encoders, request.model)
+        return await self._workers.run(encoder.encode, request)
+
+    async def DecodeTokens(
+        self, request: tokenizer_pb2.DecodeTokensRequest, context: _Context
+    ) -> tokenizer_pb2.DecodeTokensResponse:
+        tokenizer = _find(self._tokenizers, request.model)
+        return await self._workers.run(_decode, tokenizer, request)
+
+    async def GetTokenizerInfo(
+        self, request: tokenizer_pb2.GetTokenizerInfoRequest, context: _Context
+    ) -> tokenizer_pb2.GetTokenizerInfoResponse:
+        infos = [
+            tokenizer_pb2.TokenizerInfo(
+                model=name,
+                vocab_size=tokenizer.vocab_size,
+                fingerprint=tokenizer.fingerprint,
+                has_chat_template=tokenizer.transformers.chat_template is not None,
+            )
+            for name, tokenizer in self._tokenizers.items()
+        ]
+        return tokenizer_pb2.GetTokenizerInfoResponse(tokenizers=infos)
+
+
+def _find(served: Mapping[str, _Served], model: str) -> _Served:
+    """Return what is served under a model's name; an empty name means the only one."""
+    if not model and len(served) > 1:
+        raise InvalidArgument("model", f"must be named where several are served: {', '.join(sorted(served))}")
+    found = served.get(model) if model else next(iter(served.values()))
+    if found is None:
+        raise NotFound(f"model {model!r} is not served here; served: {', '.join(sorted(served))}")
+    return found
+
+
+def _decode(tokenizer: Tokenizer, request: tokenizer_pb2.DecodeTokensRequest) -> tokenizer_pb2.DecodeTokensResponse:
+    check_token_ids("ids", request.token_ids, tokenizer.vocab_size)
+    skips_special = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+    text = tokenizer.decode(request.token_ids, skip_special_tokens=skips_special)
+    return tokenizer_pb2.DecodeTokensResponse(text=text)

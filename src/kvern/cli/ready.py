@@ -1,0 +1,51 @@
+"""What is said once a set is ready."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from kvern.client import DEFAULT_ADDRESS, Client
+from kvern.v1.replica_pb2 import EngineInfo
+
+if TYPE_CHECKING:
+    from kvern.supervisor.local_set import LocalSet
+
+_QUESTION = "What is a quern?"
+
+
+def print_ready(running: LocalSet, console: Console) -> None:
+    """Print addresses, model, capacity, log folder, and commands to paste."""
+    server = str(running.listen.reachable)
+    with Client(server) as client:
+        engine = client.list_replicas().replicas[0].engine
+    console.print(f"Kvern is ready: {engine.model} ({engine.dtype}, {engine.device}), replicas: {running.replicas}")
+    for label, text in (
+        ("gRPC", str(running.listen)),
+        ("HTTP", f"http://{running.http}/v1"),
+        ("capacity", _capacity(engine)),
+        ("logs", str(running.logs)),
+        ("try", _chat_command(server)),
+        ("or", _curl_command(str(running.http.reachable), engine.model)),
+    ):
+        console.print(f"  {label:<9} {text}", soft_wrap=True)
+
+
+def _capacity(engine: EngineInfo) -> str:
+    fit = engine.num_blocks // -(-engine.max_model_len // engine.block_size)
+    return (
+        f"{engine.num_blocks * engine.block_size:,} KV tokens in {engine.num_blocks:,} blocks a replica: "
+        f"{fit:,} requests of {engine.max_model_len:,} tokens"
+    )
+
+
+def _chat_command(server: str) -> str:
+    option = "" if server == DEFAULT_ADDRESS else f" --server {server}"
+    return f'kvern chat{option} "{_QUESTION}"'
+
+
+def _curl_command(http: str, model: str) -> str:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": _QUESTION}]})
+    return f"curl http://{http}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

@@ -1,0 +1,164 @@
+"""Which processes make a set, and what each is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvern.services.detokenizer.settings import DetokenizerSettings
+from kvern.services.engine.settings import EngineSettings
+from kvern.services.gateway.settings import GatewaySettings
+from kvern.services.router.settings import RouterSettings
+from kvern.services.runtime.model_source import ModelSource, find_model
+from kvern.services.runtime.settings import ENV_PREFIX, ServiceSettings, SettingsError
+from kvern.services.tokenizer.settings import TokenizerSettings
+from kvern.supervisor.addresses import Address
+from kvern.supervisor.process import ProcessSpec
+from kvern.supervisor.readiness import HealthProbe, PortProbe, Probe, RouterProbe
+
+Value = str | bool
+
+SERVICES: dict[str, type[ServiceSettings]] = {
+    "tokenizer": TokenizerSettings,
+    "engine": EngineSettings,
+    "detokenizer": DetokenizerSettings,
+    "router": RouterSettings,
+    "gateway": GatewaySettings,
+}
+
+_OWN_FIELDS = frozenset(
+    {"config", "listen", "tokenizer", "replicas", "engine", "router", "supervisor_pid", "drain_delay_s"}
+)
+"""Settings that the set gives its services itself: how they are connected, and no wait for a load balancer."""
+
+_CLIENT_VARIABLES = frozenset({"KVERN_SERVER"})
+
+
+@dataclass(frozen=True, slots=True)
+class SetOptions:
+    """What a person asks for."""
+
+    listen: Address
+    """Where clients connect, in gRPC."""
+
+    http: Address
+    replicas: int
+    settings: Mapping[str, Value]
+    """Settings of services by field name. Each goes to every service that has the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A set that has been checked and can be started."""
+
+    model: ModelSource
+    specs: list[ProcessSpec]
+    drain_timeout_s: float
+
+
+def setting_fields() -> dict[str, tuple[bool, str]]:
+    """Return the settings a person can give to a set: name to whether it is yes-or-no, and what it means."""
+    return {
+        name: (field.annotation is bool, field.description or "")
+        for settings in SERVICES.values()
+        for name, field in settings.model_fields.items()
+        if name not in _OWN_FIELDS
+    }
+
+
+def prepare(options: SetOptions, folder: Path, environ: Mapping[str, str] = os.environ) -> Launch:
+    """Check everything that can be known before a process starts. Raises SettingsError and ModelNotFound."""
+    _refuse_unknown_variables(environ)
+    wiring = _Wiring(options, folder, environ)
+    asked = wiring.engine()
+    engine = EngineSettings.load(asked.flags, prog="kvern up", environ=asked.environ)
+    model = find_model(engine.model)
+    specs = wiring.specs(engine)
+    for spec in specs:
+        SERVICES[spec.service].load(spec.flags, prog="kvern up", environ=spec.environ)
+    return Launch(model, specs, engine.drain_timeout_s)
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    known = setting_fields()
+    for name in sorted(environ):
+        field = name.removeprefix(ENV_PREFIX).lower()
+        if not name.startswith(ENV_PREFIX) or name in _CLIENT_VARIABLES or field in known:
+            continue
+        why = "kvern up connects its services itself" if field in _OWN_FIELDS else "no service has such a setting"
+        raise SettingsError(f"{name}: {why}; unset it")
+
+
+class _Wiring:
+    """Who listens where and calls whom."""
+
+    def __init__(self, options: SetOptions, folder: Path, environ: Mapping[str, str]) -> None:
+        self._options = options
+        self._folder = folder
+        self._environ = environ
+
+    def specs(self, engine: EngineSettings) -> list[ProcessSpec]:
+        indices = range(self._options.replicas)
+        threads = self._threads(engine)
+        return [
+            self._spec("tokenizer", {"model": engine.model}),
+            *(self._spec(f"engine-{index}", threads) for index in indices),
+            *(self._detokenizer(index, engine.model) for index in indices),
+            self._router(),
+            self._gateway(),
+        ]
+
+    def engine(self) -> ProcessSpec:
+        """Return an engine as the person asked for it: the rest depends on what its settings say."""
+        return self._spec("engine-0", {})
+
+    def _inherited(self, service: str) -> dict[str, str]:
+        """Return what a service inherits: of our variables only those that it knows, for it refuses others."""
+        own = {f"{ENV_PREFIX}{field.upper()}" for field in SERVICES[service].model_fields if field not in _OWN_FIELDS}
+        return {name: value for name, value in self._environ.items() if not name.startswith(ENV_PREFIX) or name in own}
+
+    def _threads(self, engine: EngineSettings) -> dict[str, Value]:
+        """Return the engines' shares of the cores: each would take them all."""
+        if self._options.replicas == 1 or engine.num_threads is not None:
+            return {}
+        return {"num_threads": str(max(1, len(os.sched_getaffinity(0)) // self._options.replicas))}
+
+    def _detokenizer(self, index: int, model: str) -> ProcessSpec:
+        return self._spec(f"detokenizer-{index}", {"model": model, "engine": self._socket(f"engine-{index}")})
+
+    def _router(self) -> ProcessSpec:
+        detokenizers = [self._socket(f"detokenizer-{index}") for index in range(self._options.replicas)]
+        return self._spec(
+            "router",
+            {
+                "listen": f"{self._socket('router')},{self._options.listen}",
+                "tokenizer": self._socket("tokenizer"),
+                "replicas": ",".join(detokenizers),
+            },
+            RouterProbe(self._socket("router")),
+        )
+
+    def _gateway(self) -> ProcessSpec:
+        probe = PortProbe(self._options.http.reachable)
+        return self._spec("gateway", {"listen": str(self._options.http), "router": self._socket("router")}, probe)
+
+    def _spec(self, name: str, values: Mapping[str, Value], probe: Probe | None = None) -> ProcessSpec:
+        service = name.partition("-")[0]
+        given = {
+            field: value for field, value in self._options.settings.items() if field in SERVICES[service].model_fields
+        }
+        own: dict[str, Value] = {"listen": self._socket(name), "drain_delay_s": "0"}
+        flags = [_flag(field, value) for field, value in {**given, **own, **values}.items()]
+        return ProcessSpec(name, service, flags, self._inherited(service), probe or HealthProbe(self._socket(name)))
+
+    def _socket(self, name: str) -> str:
+        return f"unix:{self._folder / name}.sock"
+
+
+def _flag(field: str, value: Value) -> str:
+    name = field.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"

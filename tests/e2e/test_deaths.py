@@ -1,0 +1,69 @@
+"""Processes die; the set goes on, or leaves nothing."""
+
+from __future__ import annotations
+
+import signal
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvern.client import Client
+from tests.e2e.generation import assert_serves, collect
+from tests.up_process import PATIENCE_S, UpProcess, is_gone, wait_until
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "engine-0", "detokenizer-0", "router", "gateway"])
+def test_killed_process_is_restarted_and_the_next_request_succeeds(running_set: UpProcess, name: str) -> None:
+    running_set.kill(name)
+    with Client(running_set.listen) as client:
+        assert_serves(client)
+    with urllib.request.urlopen(f"http://{running_set.http}/v1/models") as response:
+        assert response.status == 200
+
+
+def test_killed_supervisor_leaves_no_process_and_the_next_up_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("killed")
+    flags = ("--max-model-len=256", "--num-blocks=64", "--num-threads=1")
+    with UpProcess(folder, "--replicas=2", *flags) as first:
+        first.wait_ready()
+        _assert_both_replicas_serve(first)
+        pids = first.children()
+        assert set(pids) == {
+            "tokenizer", "engine-0", "engine-1", "detokenizer-0", "detokenizer-1", "router", "gateway"
+        }  # fmt: skip
+        first.process.send_signal(signal.SIGKILL)
+        first.process.wait()
+        with UpProcess(folder, *flags, listen=first.listen, http=first.http) as second:
+            second.wait_ready()
+            assert all(is_gone(pid) for pid in pids.values())
+            _assert_drain_lets_a_stream_finish(second)
+        assert second.process.returncode == 0, second.output
+
+
+def test_supervisor_killed_while_it_starts_leaves_no_process(tmp_path: Path) -> None:
+    with UpProcess(tmp_path) as up:
+        wait_until(lambda: len(up.children()) == 5, "all services are started")
+        pids = up.children().values()
+        up.process.send_signal(signal.SIGKILL)
+        wait_until(lambda: all(is_gone(pid) for pid in pids), "no service is left")
+
+
+def _assert_drain_lets_a_stream_finish(up: UpProcess) -> None:
+    pids = up.children().values()
+    with Client(up.listen) as client:
+        stream = client.generate("Once upon a time", max_tokens=32, temperature=0)
+        next(stream)
+        up.process.send_signal(signal.SIGTERM)
+        assert collect(stream).finished.usage.completion_tokens == 32
+    up.process.wait(PATIENCE_S)
+    assert all(is_gone(pid) for pid in pids)
+
+
+def _assert_both_replicas_serve(up: UpProcess) -> None:
+    with Client(up.listen) as client:
+        streams = [client.generate("Once upon a time", max_tokens=64, temperature=0) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        wait_until(lambda: up.load(0).num_running == up.load(1).num_running == 1, "each replica runs one request")
+        assert all(collect(stream).text for stream in streams)

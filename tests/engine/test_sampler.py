@@ -1,0 +1,208 @@
+"""Sampling against plain references, one row and one token at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvern.engine.sampler import RandomRows, Sample, sample
+from kvern.kernels.philox import reference as philox_reference
+
+VOCAB_SIZE = 1009
+
+
+def make_logits(num_rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> Tensor:
+    """Logits with many equal ones, as bfloat16 products give."""
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    return logits.to(torch.bfloat16).float()
+
+
+def random_rows(
+    rows: list[int],
+    *,
+    temperature: float | list[float] = 1.0,
+    top_k: int | list[int] = 0,
+    top_p: float | list[float] = 1.0,
+    seed: int | list[int] = 0,
+    output_position: int | list[int] = 0,
+    choice: int = 0,
+) -> RandomRows:
+    def column(value: float | list[int] | list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(value if isinstance(value, list) else [value] * len(rows), dtype=dtype)
+
+    return RandomRows(
+        rows=torch.tensor(rows),
+        temperature=column(temperature, torch.float32),
+        top_k=column(top_k, torch.int64),
+        top_p=column(top_p, torch.float64),
+        seed=column(seed, torch.int64),
+        output_position=column(output_position, torch.int64),
+        choice=column(choice, torch.int64),
+        has_top_k=bool((column(top_k, torch.int64) > 0).any()),
+        has_top_p=bool((column(top_p, torch.float64) < 1).any()),
+    )
+
+
+def draws(logits: Tensor, count: int, **params: int | float) -> list[int]:
+    """Draw from one row of logits at `count` output positions."""
+    random = random_rows(list(range(count)), output_position=list(range(count)), **params)  # type: ignore[arg-type]
+    return sample(logits.expand(count, -1).contiguous(), random).token_ids.tolist()
+
+
+def reference_draw(
+    logits: list[float], temperature: float, top_k: int, top_p: float, seed: int, position: int, choice: int
+) -> int:
+    """Sort, cut, and walk the cumulated probabilities, in Python's floats."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    kept = order[: top_k or None]
+    greatest = logits[order[0]]
+    weight = {token: math.exp((logits[token] - greatest) / temperature) for token in kept}
+    total = sum(weight.values())
+    mass, nucleus = 0.0, []
+    for token in kept:
+        nucleus.append(token)
+        mass += weight[token]
+        if mass >= top_p * total:
+            break
+    high, low, _, _ = philox_reference.philox4x32((seed % 2**32, seed >> 32), (position, choice, 0, 0))
+    target = ((high << 21) + (low >> 11)) / 2**53 * sum(weight[token] for token in nucleus)
+    for token in sorted(nucleus):
+        target -= weight[token]
+        if target < 0:
+            return token
+    raise AssertionError("the number is at least the whole")
+
+
+def test_greedy_row_takes_the_greatest_logit_and_of_equal_ones_the_lowest_id() -> None:
+    logits = make_logits(4)
+    logits[1, [700, 3, 900]] = 50.0
+    logits[2, :] = -1.5
+    drawn = sample(logits, None)
+    assert drawn.ok.all()
+    assert drawn.token_ids.tolist() == [
+        max(range(VOCAB_SIZE), key=lambda token, row=row: (row[token], -token)) for row in logits.tolist()
+    ]
+    assert drawn.token_ids[1:3].tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 200, VOCAB_SIZE, VOCAB_SIZE + 1])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+def test_random_row_equals_reference(temperature: float, top_k: int, top_p: float) -> None:
+    """D12: top_k of 0, of the vocabulary's size and above it change nothing."""
+    logits = make_logits(12, seed=top_k)
+    random = random_rows(
+        list(range(12)),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=[7**number for number in range(12)],
+        output_position=[3 * number for number in range(12)],
+        choice=2,
+    )
+    expected = [
+        reference_draw(row, temperature, top_k, top_p, 7**number, 3 * number, 2)
+        for number, row in enumerate(logits.tolist())
+    ]
+    assert sample(logits, random).token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4, 1e-3])
+def test_lowest_temperatures_give_a_greatest_token(temperature: float) -> None:
+    """D01: near-greedy, and no number overflows."""
+    logits = make_logits(1) * 100
+    assert {float(logits[0, token]) for token in draws(logits, 200, temperature=temperature)} == {float(logits.max())}
+
+
+def test_top_k_at_equal_logits_keeps_the_lowest_ids() -> None:
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 500] = 1.0
+    assert set(draws(logits, 500, top_k=4)) == {0, 1, 2, 500}
+
+
+def test_top_p_at_equal_logits_keeps_the_lowest_ids() -> None:
+    logits = torch.full((1, VOCAB_SIZE), float("-inf"))
+    logits[0, [5, 10, 15, 20]] = 1.0
+    assert set(draws(logits, 200, top_p=0.5)) == {5, 10}
+    assert set(draws(logits, 200, top_p=0.51)) == {5, 10, 15}
+
+
+def test_top_p_counts_what_top_k_left() -> None:
+    logits = torch.tensor([[4.0, 4.0, 4.0, 4.0, 3.99, 3.98]])
+    assert set(draws(logits, 300, top_k=2, top_p=0.6)) == {0, 1}
+    assert set(draws(logits, 300, top_k=2, top_p=0.5)) == {0}
+
+
+def test_negative_zero_and_zero_are_equal_logits() -> None:
+    logits = torch.full((1, 8), float("-inf"))
+    logits[0, [2, 4, 6]] = torch.tensor([-0.0, 0.0, 0.0])
+    assert set(draws(logits, 100, top_k=2)) == {2, 4}
+
+
+def test_draws_have_the_distribution_of_the_softmax() -> None:
+    """Chi-square over 20,000 draws from 20 tokens; 19 degrees of freedom exceed 43.8 once in a thousand."""
+    logits = make_logits(1, vocab_size=20)
+    count = 20_000
+    expected = torch.softmax(logits[0].double() / 0.8, dim=-1) * count
+    observed = torch.bincount(torch.tensor(draws(logits, count, temperature=0.8, seed=11)), minlength=20)
+    assert float(((observed - expected) ** 2 / expected).sum()) < 43.8
+
+
+def test_draws_of_other_seeds_positions_and_choices_differ() -> None:
+    """D04."""
+    logits = torch.zeros(1, 100_000)
+    assert draws(logits, 8, seed=5) == draws(logits, 8, seed=5)
+    different = [*draws(logits, 8, seed=5), *draws(logits, 8, seed=5 + 2**40), *draws(logits, 8, seed=5, choice=1)]
+    assert len(set(different)) == 24
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 49_152, 50_257])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_row_draws_the_same_alone_and_in_any_company(vocab_size: int, num_threads: int) -> None:
+    """D02, D17: greedy rows and others' filters change nothing. The logits are such that one unit would show."""
+    logits = make_logits(7, vocab_size) * 0.01
+    params = {
+        "temperature": [0.5, 1.0, 1.7, 1.0, 0.9],
+        "top_k": [0, 50, 0, 0, 900],
+        "top_p": [1.0, 1.0, 0.9, 1.0, 0.99],
+        "seed": [1, 2, 3, 4, 5],
+        "output_position": [10, 20, 30, 40, 50],
+    }
+    rows = [0, 2, 3, 5, 6]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = sample(logits, random_rows(rows, **params))  # type: ignore[arg-type]
+        for index, row in enumerate(rows):
+            one = {name: values[index] for name, values in params.items()}
+            alone = sample(logits[row : row + 1], random_rows([0], **one))  # type: ignore[arg-type]
+            assert together.token_ids[row] == alone.token_ids[0]
+        assert together.token_ids[[1, 4]].tolist() == sample(logits, None).token_ids[[1, 4]].tolist()
+    finally:
+        torch.set_num_threads(before)
+
+
+def assert_second_row_failed_alone(drawn: Sample, expected: list[int]) -> None:
+    assert drawn.ok.tolist() == [True, False, True]
+    assert drawn.token_ids[[0, 2]].tolist() == [expected[0], expected[2]]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_fail_their_row_alone(poison: float) -> None:
+    """D18: an error, not a token."""
+    logits = make_logits(3)
+    random = random_rows([0, 1, 2], temperature=0.9, top_k=20, top_p=0.9, seed=[1, 2, 3])
+    greedy, drawn = sample(logits, None).token_ids.tolist(), sample(logits, random).token_ids.tolist()
+    logits[1, 300] = poison
+    assert_second_row_failed_alone(sample(logits, None), greedy)
+    assert_second_row_failed_alone(sample(logits, random), drawn)
+
+
+def test_logits_that_are_all_minus_infinity_fail_their_row_alone() -> None:
+    logits = make_logits(3)
+    greedy = sample(logits, None).token_ids.tolist()
+    logits[1, :] = float("-inf")
+    assert_second_row_failed_alone(sample(logits, None), greedy)

@@ -1,0 +1,184 @@
+"""Paged attention against its plain definition. Whatever must not be read is NaN, and so is what must be written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvern.kernels.paged_attention import AttentionMetadata, paged_attention, plan_attention, reference, write_kv
+
+NUM_LAYERS = 3
+LAYER = 1
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@dataclass
+class Step:
+    """A random step over a pool whose every element outside the contexts is NaN."""
+
+    kv: Tensor
+    block_table: Tensor
+    cu_query_lens: Tensor
+    context_lens: Tensor
+    slot_mapping: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def plan(self) -> AttentionMetadata:
+        return plan_attention(self.kv, self.block_table, self.cu_query_lens, self.context_lens, self.slot_mapping)
+
+
+def make_step(
+    query_lens: list[int],
+    context_lens: list[int],
+    *,
+    num_heads: int = 9,
+    num_kv_heads: int = 3,
+    head_dim: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    layer_major: bool = False,
+) -> Step:
+    """Blocks are dealt out at random; the KV of this step's own tokens is yet to be written."""
+    generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
+    needed = [-(-length // block_size) for length in context_lens]
+    num_blocks = sum(needed) + 3
+    shape = (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
+    kv = torch.full(shape, float("nan"), dtype=dtype)
+    if layer_major:
+        kv = kv.transpose(0, 1).contiguous().transpose(0, 1)
+    deck = torch.randperm(num_blocks, generator=generator).tolist()
+    table = torch.full((len(query_lens), max(needed) + 2), 2**31 - 1, dtype=torch.int32)
+    slots = []
+    for row, (count, length) in enumerate(zip(query_lens, context_lens, strict=True)):
+        blocks = [deck.pop() for _ in range(needed[row])]
+        table[row, : len(blocks)] = torch.tensor(blocks)
+        places = [(blocks[position // block_size], position % block_size) for position in range(length)]
+        for block, offset in places[: length - count]:
+            kv[block, :, :, :, offset] = torch.randn(NUM_LAYERS, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+        slots += [block * block_size + offset for block, offset in places[length - count :]]
+
+    def random(heads: int) -> Tensor:
+        return torch.randn(len(slots), heads, head_dim, generator=generator).to(dtype)
+
+    return Step(
+        kv=kv,
+        block_table=table,
+        cu_query_lens=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        q=random(num_heads),
+        k=random(num_kv_heads),
+        v=random(num_kv_heads),
+    )
+
+
+def run(step: Step) -> Tensor:
+    metadata = step.plan()
+    write_kv(step.kv, LAYER, step.k, step.v, metadata)
+    return paged_attention(step.q, step.kv, LAYER, metadata, 0.125)
+
+
+def run_reference(step: Step) -> Tensor:
+    reference.write_kv(step.kv, LAYER, step.k, step.v, step.slot_mapping)
+    return reference.paged_attention(
+        step.q, step.kv, LAYER, step.block_table, step.cu_query_lens, step.context_lens, 0.125
+    )
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens"),
+    [
+        pytest.param([1], [1], id="first token"),
+        pytest.param([63], [63], id="whole prompt"),
+        pytest.param([123], [500], id="chunk of a longer context"),
+        pytest.param([300], [333], id="chunk over several tiles"),
+        pytest.param([1] * 9, [1, 15, 16, 17, 31, 32, 33, 100, 257], id="decodes of all lengths"),
+        pytest.param([1, 7, 1, 130, 1, 2], [40, 7, 300, 150, 3, 64], id="decodes and chunks mixed"),
+    ],
+)
+def test_attention_over_poisoned_pool_equals_reference(
+    query_lens: list[int], context_lens: list[int], dtype: torch.dtype
+) -> None:
+    expected = run_reference(make_step(query_lens, context_lens, dtype=dtype))
+    assert_close(run(make_step(query_lens, context_lens, dtype=dtype)), expected)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (8, 2), (5, 1)])
+@pytest.mark.parametrize("head_dim", [8, 80])
+@pytest.mark.parametrize("block_size", [1, 5, 32])
+def test_attention_on_odd_shapes_equals_reference(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+    expected = run_reference(make_step([1, 9, 1, 3], [33, 21, 7, 3], **shape))
+    assert_close(run(make_step([1, 9, 1, 3], [33, 21, 7, 3], **shape)), expected)
+
+
+def test_attention_over_layer_major_memory_equals_reference() -> None:
+    expected = run_reference(make_step([1, 20, 1], [50, 30, 5]))
+    assert_close(run(make_step([1, 20, 1], [50, 30, 5], layer_major=True)), expected)
+
+
+def test_attention_of_a_crowd_larger_than_one_group_equals_reference() -> None:
+    lengths = [600 + 3 * sequence for sequence in range(24)]
+    expected = run_reference(make_step([1] * 24, lengths, num_kv_heads=9))
+    assert_close(run(make_step([1] * 24, lengths, num_kv_heads=9)), expected)
+
+
+def test_attention_beside_a_sequence_of_nan_leaves_the_others_whole() -> None:
+    step = make_step([1, 1, 1], [20, 40, 30])
+    expected = run_reference(step)
+    step.kv[step.block_table[1, 0], LAYER] = float("nan")
+    actual = run(step)
+    assert actual[1].isnan().all()
+    assert_close(actual[[0, 2]], expected[[0, 2]])
+
+
+def test_write_kv_touches_its_layer_and_slots_only() -> None:
+    step = make_step([3, 1], [19, 4])
+    step.slot_mapping[1] = -1
+    expected = step.kv.clone()
+    reference.write_kv(expected, LAYER, step.k, step.v, step.slot_mapping)
+    write_kv(step.kv, LAYER, step.k, step.v, step.plan())
+    torch.testing.assert_close(step.kv, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_attention_with_nothing_to_write_reads_what_is_resident() -> None:
+    """The last token of a wholly resident prompt runs with slot -1."""
+    step = make_step([1], [32])
+    expected = run_reference(step)
+    step.slot_mapping[:] = -1
+    step.k[:], step.v[:] = float("nan"), float("nan")
+    assert_close(run(step), expected)
+
+
+def test_attention_of_shapes_that_do_not_fit_raises_value_error() -> None:
+    step = make_step([2], [5])
+    metadata = step.plan()
+    with pytest.raises(ValueError, match="8 query heads cannot share 3 KV heads"):
+        paged_attention(step.q[:, :8], step.kv, LAYER, metadata, 0.125)
+    with pytest.raises(ValueError, match=r"q is \[1, 9, 64\]"):
+        paged_attention(step.q[:1], step.kv, LAYER, metadata, 0.125)
+    with pytest.raises(ValueError, match="k is .*float64"):
+        write_kv(step.kv, LAYER, step.k.double(), step.v, metadata)
+    with pytest.raises(ValueError, match="the step was planned for"):
+        write_kv(step.kv[1:], LAYER, step.k, step.v, metadata)
+    with pytest.raises(ValueError, match="context_lens is .*int64"):
+        plan_attention(step.kv, step.block_table, step.cu_query_lens, step.context_lens.long(), step.slot_mapping)
+    with pytest.raises(ValueError, match="must be as many"):
+        plan_attention(step.kv, step.block_table[:0], step.cu_query_lens, step.context_lens, step.slot_mapping)
+    with pytest.raises(ValueError, match="contiguous"):
+        plan_attention(
+            step.kv.transpose(-1, -2), step.block_table, step.cu_query_lens, step.context_lens, step.slot_mapping
+        )

@@ -1,0 +1,464 @@
+"""A detokenizer process in front of an engine that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvern.services.runtime.channel import open_channel
+from kvern.services.runtime.model_source import find_model
+from kvern.services.runtime.text import Tokenizer, load_tokenizer
+from kvern.v1 import engine_pb2, inference_pb2, replica_pb2, replica_pb2_grpc
+from tests.services.router.processes import running
+
+from .scripted_engine import INFO, MAX_MODEL_LEN, VOCAB_SIZE, ScriptedEngine, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+MAX_STREAMS = 4
+EOS = 2
+TIMEOUT_S = 20.0
+
+
+class Call:
+    """One Serve call, its frames unwrapped."""
+
+    def __init__(self, call: grpc.aio.UnaryStreamCall[replica_pb2.ServeRequest, replica_pb2.ServeResponse]) -> None:
+        self.call = call
+        self._frames = aiter(call)
+        self.updates: list[replica_pb2.ChoiceUpdate] = []
+
+    async def next(self) -> inference_pb2.GenerateResponse:
+        frame = await anext(self._frames)
+        self.updates.extend(frame.updates)
+        return inference_pb2.GenerateResponse.FromString(frame.client_frame)
+
+    async def rest(self) -> list[inference_pb2.GenerateResponse]:
+        """Read to the end."""
+        events = []
+        async for frame in self._frames:
+            self.updates.extend(frame.updates)
+            events.append(inference_pb2.GenerateResponse.FromString(frame.client_frame))
+        return events
+
+    async def error(self) -> tuple[grpc.StatusCode, str]:
+        """Read to the end, which is an error."""
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await self.rest()
+        return raised.value.code(), raised.value.details() or ""
+
+
+@dataclass
+class Setup:
+    """A detokenizer, its engine, and stubs to it."""
+
+    engine: ScriptedEngine
+    process: asyncio.subprocess.Process
+    replica: replica_pb2_grpc.ReplicaServiceAsyncStub
+    health: health_pb2_grpc.HealthStub
+    tokenizer: Tokenizer
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def serve(self, prompt: Sequence[int] = (5, 6, 7), **fields: Any) -> Call:
+        request = inference_pb2.GenerateRequest(
+            request_id="r",
+            model="tiny",
+            token_ids=inference_pb2.TokenIds(ids=prompt),
+            sampling=inference_pb2.Sampling(seed=9),
+            **fields,
+        )
+        return Call(self.replica.Serve(replica_pb2.ServeRequest(request=request), timeout=TIMEOUT_S))
+
+    async def begin(self, **fields: Any) -> tuple[Call, int]:
+        """Serve a request up to Started; return the call and the request's id at the engine."""
+        call = self.serve(**fields)
+        assert (await call.next()).HasField("started")
+        async with asyncio.timeout(TIMEOUT_S):
+            add = await self.engine.added.get()
+        return call, add.id
+
+    async def aborted(self) -> int:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await self.engine.aborted.get()
+
+    async def info(self) -> replica_pb2.GetReplicaInfoResponse:
+        return await self.replica.GetReplicaInfo(replica_pb2.GetReplicaInfoRequest(), timeout=TIMEOUT_S)
+
+    async def health_becomes(self, wanted: int) -> None:
+        call = self.health.Watch(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S, wait_for_ready=True)
+        async for response in call:
+            if response.status == wanted:
+                break
+        call.cancel()
+
+
+def text_of(events: Sequence[inference_pb2.GenerateResponse]) -> str:
+    return "".join(event.delta.text for event in events if event.HasField("delta"))
+
+
+def finished_of(events: Sequence[inference_pb2.GenerateResponse]) -> inference_pb2.Finished:
+    [finished] = [event.finished for event in events if event.HasField("finished")]
+    assert events[-1].HasField("finished")
+    return finished
+
+
+@asynccontextmanager
+async def detokenizing(engine: ScriptedEngine, folder: Path, *flags: str) -> AsyncIterator[Setup]:
+    address, engine_address = f"unix:{folder}/detokenizer.sock", f"unix:{folder}/engine.sock"
+    async with (
+        serving(engine, engine_address),
+        running("detokenizer", "--listen", address, "--engine", engine_address, *flags, log=folder / "log") as process,
+        open_channel(address) as channel,
+    ):
+        yield Setup(
+            engine,
+            process,
+            replica_pb2_grpc.ReplicaServiceStub(channel),
+            health_pb2_grpc.HealthStub(channel),
+            load_tokenizer(find_model("smollm2")),
+        )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    folder = tmp_path_factory.mktemp("detokenizer")
+    async with detokenizing(ScriptedEngine(), folder, "--max-streams", str(MAX_STREAMS)) as setup:
+        yield setup
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def setup(started: Setup) -> Setup:
+    started.engine.says_hello.set()
+    await started.health_becomes(SERVING)
+    while not started.engine.aborted.empty():
+        started.engine.aborted.get_nowait()
+    return started
+
+
+async def test_request_reaches_the_engine_as_asked_and_its_answer_the_client(setup: Setup) -> None:
+    call = setup.serve(
+        prompt=[5, 6],
+        stopping=inference_pb2.Stopping(max_tokens=3, stop=["never"], stop_token_ids=[11]),
+        cache=inference_pb2.Cache(salt="s"),
+        priority=-2,
+    )
+    started = (await call.next()).started
+    assert (started.request_id, started.model, started.prompt_tokens, started.seed) == ("r", "tiny", 2, 9)
+    add = await setup.engine.added.get()
+    assert (list(add.prompt_token_ids), add.sampling.seed, add.cache.salt, add.priority) == ([5, 6], 9, "s", -2)
+    assert (add.stopping.max_tokens, list(add.stopping.stop), list(add.stopping.stop_token_ids)) == (3, [], [11])
+    setup.engine.step(scheduled=[engine_pb2.FirstScheduled(id=add.id, cached_tokens=1)])
+    scheduled = (await call.next()).scheduled
+    assert scheduled.cached_tokens == 1
+    assert scheduled.queue_s > 0
+    ids = setup.ids(" one two three")
+    for token_id in ids:
+        setup.engine.step([add.id], [token_id])
+    setup.engine.end(add.id, preemptions=2)
+    events = await call.rest()
+    finished = finished_of(events)
+    assert text_of(events) == " one two three"
+    assert finished.reason == inference_pb2.FINISH_REASON_LENGTH
+    usage = finished.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (2, 1, 3)
+    timing = finished.timing
+    assert timing.preemptions == 2
+    assert timing.queue_s == scheduled.queue_s <= timing.time_to_first_token_s <= timing.total_s
+
+
+async def test_router_learns_of_every_token_and_of_the_bytes_sent(setup: Setup) -> None:
+    call, request_id = await setup.begin()
+    ids = setup.ids("é日本 ok")
+    for token_id in ids:
+        setup.engine.step([request_id], [token_id])
+    setup.engine.end(request_id)
+    events = await call.rest()
+    assert [id for update in call.updates for id in update.new_token_ids] == ids
+    assert call.updates[-1].text_bytes_total == len(text_of(events).encode()) == len("é日本 ok".encode())
+    assert [update.finished for update in call.updates] == [False] * (len(call.updates) - 1) + [True]
+
+
+async def test_incomplete_character_is_not_sent_before_it_is_whole(setup: Setup) -> None:
+    """A02: with token ids asked for, a delta without text tells of each token."""
+    call, request_id = await setup.begin(output=inference_pb2.Output(token_ids=True))
+    ids = setup.ids("😀")
+    deltas = []
+    for token_id in ids:
+        setup.engine.step([request_id], [token_id])
+        deltas.append((await call.next()).delta)
+    assert [delta.text for delta in deltas] == [*[""] * (len(ids) - 1), "😀"]
+    assert [list(delta.token_ids) for delta in deltas] == [[token_id] for token_id in ids]
+    setup.engine.end(request_id)
+    await call.rest()
+
+
+async def test_character_that_never_completes_is_replaced_at_the_end(setup: Setup) -> None:
+    """A29."""
+    call, request_id = await setup.begin()
+    setup.engine.step([request_id], setup.ids("😀")[:1])
+    setup.engine.end(request_id)
+    assert text_of(await call.rest()) == "\ufffd"
+
+
+async def test_merged_steps_of_several_requests_are_told_apart(setup: Setup) -> None:
+    first, second = await setup.begin(), await setup.begin()
+    one, two = setup.ids(" one one"), setup.ids(" two")
+    setup.engine.step([first[1], second[1], 10**6], [*one, *two, 5, 5], num_tokens=[len(one), len(two), 2])
+    setup.engine.end(first[1])
+    setup.engine.end(second[1])
+    assert [text_of(await call.rest()) for call, _ in (first, second)] == [" one one", " two"]
+
+
+async def test_stop_string_over_several_tokens_cuts_and_aborts(setup: Setup) -> None:
+    """A08, A10: no part of it is shown, tokens after it do not count."""
+    call, request_id = await setup.begin(stopping=inference_pb2.Stopping(stop=["beta gamma", "gamma"]))
+    ids = setup.ids("alpha beta gamma delta")
+    setup.engine.step([request_id] * len(ids), ids)
+    events = await call.rest()
+    assert text_of(events) == "alpha "
+    finished = finished_of(events)
+    assert (finished.reason, finished.stop) == (inference_pb2.FINISH_REASON_STOP, "beta gamma")
+    assert finished.usage.completion_tokens == len(setup.ids("alpha beta gamma")) < len(ids)
+    assert await setup.aborted() == request_id
+
+
+async def test_stop_string_is_kept_where_asked_for(setup: Setup) -> None:
+    call, request_id = await setup.begin(stopping=inference_pb2.Stopping(stop=["beta"], include_stop=True))
+    ids = setup.ids("alpha beta gamma")
+    setup.engine.step([request_id] * len(ids), ids)
+    assert text_of(await call.rest()) == "alpha beta"
+
+
+async def test_beginning_of_a_stop_string_is_held_back_until_it_is_none(setup: Setup) -> None:
+    """A13."""
+    call, request_id = await setup.begin(stopping=inference_pb2.Stopping(stop=["two three"]))
+    shown = []
+    for word in (" one", " two", " four"):
+        setup.engine.step([request_id], setup.ids(word))
+        shown.append((await call.next()).delta.text)
+    assert shown == [" one", " ", "two four"]
+    setup.engine.end(request_id)
+    await call.rest()
+
+
+async def test_text_held_back_is_shown_at_the_end(setup: Setup) -> None:
+    call, request_id = await setup.begin(stopping=inference_pb2.Stopping(stop=["two three"]))
+    setup.engine.step([request_id] * 2, setup.ids(" one two"))
+    setup.engine.end(request_id)
+    assert text_of(await call.rest()) == " one two"
+
+
+@pytest.mark.parametrize(("skip", "text"), [(None, "Hi"), (True, "Hi"), (False, "Hi<|im_end|>")])
+async def test_end_token_is_shown_only_where_special_tokens_are(setup: Setup, skip: bool | None, text: str) -> None:
+    call, request_id = await setup.begin(output=inference_pb2.Output(skip_special_tokens=skip))
+    end = engine_pb2.ChoiceEnd(id=request_id, reason=inference_pb2.FINISH_REASON_STOP, stop_token_id=EOS)
+    setup.engine.step([request_id] * 2, [*setup.ids("Hi"), EOS], ended=[end])
+    events = await call.rest()
+    finished = finished_of(events)
+    assert text_of(events) == text
+    assert (finished.reason, finished.stop_token_id) == (inference_pb2.FINISH_REASON_STOP, EOS)
+    assert finished.usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(("include_stop", "text"), [(False, "Hi"), (True, "Hi there")])
+async def test_stop_token_that_is_a_word_is_shown_only_where_asked_for(
+    setup: Setup, include_stop: bool, text: str
+) -> None:
+    [there] = setup.ids(" there")
+    stopping = inference_pb2.Stopping(stop_token_ids=[there], include_stop=include_stop)
+    call, request_id = await setup.begin(stopping=stopping)
+    end = engine_pb2.ChoiceEnd(id=request_id, reason=inference_pb2.FINISH_REASON_STOP, stop_token_id=there)
+    setup.engine.step([request_id] * 2, [*setup.ids("Hi"), there], ended=[end])
+    assert text_of(await call.rest()) == text
+
+
+async def test_choice_that_failed_says_why_and_ends_ok(setup: Setup) -> None:
+    call, request_id = await setup.begin()
+    setup.engine.end(request_id, inference_pb2.FINISH_REASON_ERROR, error="logits are not numbers")
+    finished = finished_of(await call.rest())
+    assert (finished.reason, finished.error) == (inference_pb2.FINISH_REASON_ERROR, "logits are not numbers")
+
+
+async def test_engines_refusal_is_an_invalid_argument(setup: Setup) -> None:
+    call, request_id = await setup.begin()
+    refusal = engine_pb2.Refusal(field="stopping.max_tokens", message="does not fit")
+    setup.engine.step(ended=[engine_pb2.ChoiceEnd(id=request_id, refusal=refusal)])
+    code, message = await call.error()
+    assert (code, message) == (grpc.StatusCode.INVALID_ARGUMENT, "stopping.max_tokens: does not fit")
+
+
+async def test_prompt_up_to_the_limit_gives_one_token_and_a_longer_one_an_error(setup: Setup) -> None:
+    """B21."""
+    call = setup.serve(prompt=[5] * (MAX_MODEL_LEN - 1))
+    await call.next()
+    add = await setup.engine.added.get()
+    assert add.stopping.max_tokens == 1
+    setup.engine.end(add.id)
+    await call.rest()
+    for length in (MAX_MODEL_LEN, MAX_MODEL_LEN + 1):
+        code, message = await setup.serve(prompt=[5] * length).error()
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert message.startswith(f"prompt: {length} tokens, the limit is {MAX_MODEL_LEN}")
+
+
+async def test_max_tokens_beyond_the_context_is_an_error_naming_both(setup: Setup) -> None:
+    """B17."""
+    code, message = await setup.serve(prompt=[5] * 60, stopping=inference_pb2.Stopping(max_tokens=5)).error()
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith("stopping.max_tokens: 5 tokens after a prompt of 60")
+    assert str(MAX_MODEL_LEN) in message
+
+
+async def test_max_tokens_absent_is_what_the_context_still_holds(setup: Setup) -> None:
+    """B20."""
+    call = setup.serve(prompt=[5] * 10)
+    await call.next()
+    add = await setup.engine.added.get()
+    assert add.stopping.max_tokens == MAX_MODEL_LEN - 10
+    setup.engine.end(add.id)
+    await call.rest()
+
+
+@pytest.mark.parametrize("bad", [VOCAB_SIZE, 2**32 - 1])
+async def test_ids_outside_the_vocabulary_are_refused_naming_the_field(setup: Setup, bad: int) -> None:
+    """B09, D06."""
+    code, message = await setup.serve(prompt=[5, bad]).error()
+    assert (code, message[:17]) == (grpc.StatusCode.INVALID_ARGUMENT, "token_ids.ids[1]:")
+    code, message = await setup.serve(stopping=inference_pb2.Stopping(stop_token_ids=[bad])).error()
+    assert (code, message[:28]) == (grpc.StatusCode.INVALID_ARGUMENT, "stopping.stop_token_ids[0]: ")
+
+
+async def test_cancelled_call_is_aborted_and_its_neighbour_goes_on(setup: Setup) -> None:
+    """E01, E03."""
+    gone, neighbour = await setup.begin(), await setup.begin()
+    setup.engine.step([gone[1], neighbour[1]], [5, 6])
+    gone[0].call.cancel()
+    assert await setup.aborted() == gone[1]
+    setup.engine.step([gone[1], neighbour[1]], [5, 6])
+    setup.engine.end(neighbour[1])
+    assert finished_of(await neighbour[0].rest()).usage.completion_tokens == 2
+    assert (await setup.info()).load.num_streams == 0
+
+
+async def test_call_cancelled_while_its_reader_is_stalled_is_aborted(setup: Setup) -> None:
+    """E01: a call that ends during a write is cleaned up as one that ends while it waits."""
+    call, request_id = await setup.begin()
+    ids = setup.ids(" word" * 20_000)
+    for number in (1, 2):
+        setup.engine.step([request_id], ids, num_tokens=[len(ids)], load=replica_pb2.ReplicaLoad(num_running=number))
+    while (await setup.info()).load.num_running != 2:
+        pass
+    call.call.cancel()
+    assert await setup.aborted() == request_id
+    assert (await setup.info()).load.num_streams == 0
+
+
+async def test_call_over_the_bound_is_told_to_come_back(setup: Setup) -> None:
+    """A27."""
+    taken = [await setup.begin() for _ in range(MAX_STREAMS)]
+    assert (await setup.info()).load.num_streams == MAX_STREAMS
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await setup.serve().rest()
+    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert retry_delay_s(refusal.value) > 0
+    for call, request_id in taken:
+        setup.engine.end(request_id)
+        await call.rest()
+    call, request_id = await setup.begin()
+    setup.engine.end(request_id)
+    await call.rest()
+
+
+def retry_delay_s(error: grpc.aio.AioRpcError) -> int:
+    trailing = dict(error.trailing_metadata() or ())
+    for detail in status_pb2.Status.FromString(trailing["grpc-status-details-bin"]).details:
+        info = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            return int(info.retry_delay.seconds)
+    raise AssertionError("no RetryInfo")
+
+
+async def test_load_is_the_engines_of_its_last_step(setup: Setup) -> None:
+    call, request_id = await setup.begin()
+    setup.engine.step([request_id], setup.ids("x"), load=replica_pb2.ReplicaLoad(num_running=3, num_used_blocks=8))
+    while not (await call.next()).HasField("delta"):
+        pass
+    load = (await setup.info()).load
+    assert (load.num_running, load.num_used_blocks, load.num_streams) == (3, 8, 1)
+    setup.engine.end(request_id)
+    await call.rest()
+
+
+async def test_lost_engine_ends_open_calls_and_one_that_has_said_hello_serves(setup: Setup) -> None:
+    calls = [await setup.begin() for _ in range(2)]
+    setup.engine.says_hello.clear()
+    setup.engine.connected.clear()
+    setup.engine.hang_up()
+    for call, _ in calls:
+        assert (await call.error())[0] is grpc.StatusCode.UNAVAILABLE
+    await setup.health_becomes(NOT_SERVING)
+    async with asyncio.timeout(TIMEOUT_S):
+        await setup.engine.connected.wait()
+    info = await setup.info()
+    assert (info.state, info.HasField("engine")) == (replica_pb2.REPLICA_STATE_STARTING, False)
+    assert (await setup.serve().error())[0] is grpc.StatusCode.UNAVAILABLE
+    setup.engine.says_hello.set()
+    await setup.health_becomes(SERVING)
+    info = await setup.info()
+    assert (info.state, info.engine) == (replica_pb2.REPLICA_STATE_READY, INFO)
+    call, request_id = await setup.begin()
+    assert request_id not in {number for _, number in calls}
+    setup.engine.end(request_id)
+    await call.rest()
+
+
+async def test_draining_detokenizer_says_so_and_still_serves_late_calls(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    engine.says_hello.set()
+    async with detokenizing(engine, tmp_path, "--drain-delay-s", "600") as setup:
+        await setup.health_becomes(SERVING)
+        setup.process.terminate()
+        await setup.health_becomes(NOT_SERVING)
+        assert (await setup.info()).state == replica_pb2.REPLICA_STATE_DRAINING
+        call, request_id = await setup.begin()
+        engine.end(request_id)
+        assert finished_of(await call.rest())
+        setup.process.kill()
+
+
+async def test_drained_detokenizer_refuses_new_calls_and_lets_open_ones_finish(tmp_path: Path) -> None:
+    """E13."""
+    engine = ScriptedEngine()
+    engine.says_hello.set()
+    async with detokenizing(engine, tmp_path) as setup:
+        await setup.health_becomes(SERVING)
+        call, request_id = await setup.begin()
+        setup.process.terminate()
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await serve_until_refused(setup)
+        assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+        engine.step([request_id], setup.ids(" done"))
+        engine.end(request_id)
+        assert text_of(await call.rest()) == " done"
+        assert await setup.process.wait() == 0
+
+
+async def serve_until_refused(setup: Setup) -> None:
+    while True:
+        call, request_id = await setup.begin()
+        setup.engine.end(request_id)
+        assert finished_of(await call.rest())

@@ -1,0 +1,80 @@
+"""A detokenizer process in front of a real engine process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvern.services.runtime.channel import open_channel
+from kvern.services.runtime.model_source import find_model
+from kvern.services.runtime.text import load_tokenizer
+from kvern.v1 import inference_pb2, replica_pb2, replica_pb2_grpc
+from tests.services.router.processes import running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replica(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[replica_pb2_grpc.ReplicaServiceAsyncStub]:
+    folder: Path = tmp_path_factory.mktemp("replica")
+    address, engine = f"unix:{folder}/detokenizer.sock", f"unix:{folder}/engine.sock"
+    async with (
+        running("engine", "--listen", engine, "--num-blocks=40", "--max-model-len=512", log=folder / "engine"),
+        running("detokenizer", "--listen", address, "--engine", engine, log=folder / "detokenizer"),
+        open_channel(address) as channel,
+    ):
+        call = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True
+        )
+        async for response in call:
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        call.cancel()
+        yield replica_pb2_grpc.ReplicaServiceStub(channel)
+
+
+def request(text: str = PROMPT, **fields: Any) -> replica_pb2.ServeRequest:
+    tokenizer = load_tokenizer(find_model("smollm2"))
+    prompt = inference_pb2.TokenIds(ids=tokenizer.encode(text, add_special_tokens=False))
+    generate = inference_pb2.GenerateRequest(token_ids=prompt, sampling=inference_pb2.Sampling(temperature=0), **fields)
+    return replica_pb2.ServeRequest(request=generate)
+
+
+async def test_real_answer_streams_to_its_end(replica: replica_pb2_grpc.ReplicaServiceAsyncStub) -> None:
+    events = [
+        inference_pb2.GenerateResponse.FromString(frame.client_frame)
+        async for frame in replica.Serve(request(), timeout=60)
+    ]
+    assert [event.WhichOneof("event") for event in events[:2]] == ["started", "scheduled"]
+    assert "Paris" in "".join(event.delta.text for event in events)
+    assert "<|im_end|>" not in "".join(event.delta.text for event in events)
+    finished = events[-1].finished
+    assert finished.reason == inference_pb2.FINISH_REASON_STOP
+    assert 0 < finished.timing.queue_s <= finished.timing.time_to_first_token_s <= finished.timing.total_s
+
+
+async def test_call_cancelled_or_stopped_by_a_string_leaves_the_engine_empty(
+    replica: replica_pb2_grpc.ReplicaServiceAsyncStub,
+) -> None:
+    """E01."""
+    stopping = inference_pb2.Stopping(max_tokens=400, ignore_eos=True, stop=[" of"])
+    stopped = [frame async for frame in replica.Serve(request(stopping=stopping), timeout=60)]
+    assert inference_pb2.GenerateResponse.FromString(stopped[-1].client_frame).finished.stop == " of"
+    long = inference_pb2.Stopping(max_tokens=400, ignore_eos=True)
+    call = replica.Serve(request(stopping=long), timeout=60)
+    for _ in range(7):
+        await call.read()
+    call.cancel()
+    while True:
+        load = (await replica.GetReplicaInfo(replica_pb2.GetReplicaInfoRequest(), timeout=10)).load
+        if (load.num_streams, load.num_running, load.num_used_blocks) == (0, 0, 0):
+            return

@@ -1,0 +1,110 @@
+"""A router that does what a test tells it: a real gRPC server, no tokenizer or replica behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvern.services.runtime.channel import SERVER_OPTIONS
+from kvern.services.runtime.interceptors import ErrorInterceptor
+from kvern.services.runtime.validate import check_generate
+from kvern.v1 import inference_pb2, inference_pb2_grpc
+from kvern.v1.inference_pb2 import (
+    Delta,
+    Finished,
+    GenerateRequest,
+    GenerateResponse,
+    Started,
+    Usage,
+)
+
+Behaviour = Callable[[GenerateRequest], AsyncIterator[GenerateResponse]]
+
+STARTED = GenerateResponse(started=Started(request_id="r1", model="tiny", prompt_tokens=7))
+
+
+def delta(text: str, index: int = 0) -> GenerateResponse:
+    return GenerateResponse(delta=Delta(index=index, text=text))
+
+
+def finished(
+    reason: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_STOP, index: int = 0, error: str = ""
+) -> GenerateResponse:
+    usage = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=2)
+    return GenerateResponse(finished=Finished(index=index, reason=reason, usage=usage, error=error))
+
+
+def responds(*responses: GenerateResponse) -> Behaviour:
+    async def behaviour(request: GenerateRequest) -> AsyncIterator[GenerateResponse]:
+        for response in responses:
+            yield response
+
+    return behaviour
+
+
+def stalls_after(*responses: GenerateResponse) -> Behaviour:
+    async def behaviour(request: GenerateRequest) -> AsyncIterator[GenerateResponse]:
+        for response in responses:
+            yield response
+        await asyncio.Event().wait()
+
+    return behaviour
+
+
+def fails_after(error: Exception, *responses: GenerateResponse) -> Behaviour:
+    async def behaviour(request: GenerateRequest) -> AsyncIterator[GenerateResponse]:
+        for response in responses:
+            yield response
+        raise error
+
+    return behaviour
+
+
+class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
+    """Checks requests as a router does, then behaves as told."""
+
+    def __init__(self) -> None:
+        self.health = health.aio.HealthServicer()
+        self.behaviour = responds(STARTED, delta("Hi"), finished())
+        self.received: list[GenerateRequest] = []
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def Generate(
+        self, request: GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[GenerateResponse]:
+        check_generate(request)
+        self.received.append(request)
+        self.begun.set()
+        try:
+            async for response in self.behaviour(request):
+                yield response
+        finally:
+            self.ended.set()
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=[inference_pb2.Model(name="tiny", ready_replicas=1)])
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self.health.set("", status)
+
+    @asynccontextmanager
+    async def serving(self, address: str) -> AsyncIterator[None]:
+        server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+        await self.set_serving(True)
+        server.add_insecure_port(address)
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop(0)

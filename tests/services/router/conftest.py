@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2_grpc
+
+from kvern.services.runtime.channel import open_channel
+from kvern.v1 import inference_pb2_grpc, router_pb2_grpc
+
+from . import scripted
+from .processes import running
+from .scripted import ScriptedReplica, ScriptedTokenizer
+from .setup import MAX_STREAMS, NUM_REPLICAS, SERVING, Setup
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    folder = tmp_path_factory.mktemp("router")
+    tokenizer = ScriptedTokenizer(f"unix:{folder}/tokenizer.sock")
+    replicas = [ScriptedReplica(f"unix:{folder}/replica-{number}.sock") for number in range(NUM_REPLICAS)]
+    address, log = f"unix:{folder}/router.sock", folder / "router.log"
+    flags = ["--listen", address, "--tokenizer", tokenizer.address, "--max-streams", str(MAX_STREAMS)]
+    flags += ["--replicas", ",".join(replica.address for replica in replicas)]
+    async with (
+        scripted.serving(tokenizer, *replicas),
+        running("router", *flags, log=log),
+        open_channel(address) as channel,
+    ):
+        inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        router = router_pb2_grpc.RouterServiceStub(channel)
+        setup = Setup(tokenizer, replicas, inference, router, health_pb2_grpc.HealthStub(channel), log)
+        await channel.channel_ready()
+        yield setup
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def setup(started: Setup) -> Setup:
+    started.tokenizer.failures = 0
+    await started.tokenizer.set_serving(True)
+    for replica in started.replicas:
+        replica.reset()
+    await started.health_becomes(SERVING)
+    await started.all_ready()
+    return started

@@ -1,0 +1,84 @@
+"""A router process whose tokenizer and replicas do what a test says, shared by the tests of one module."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvern.v1 import inference_pb2, inference_pb2_grpc, replica_pb2, router_pb2, router_pb2_grpc
+
+from . import scripted
+from .scripted import ScriptedReplica, ScriptedTokenizer
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+MAX_STREAMS = 8
+NUM_REPLICAS = 4
+
+
+@dataclass
+class Setup:
+    """A router, its peers, and stubs to it."""
+
+    tokenizer: ScriptedTokenizer
+    replicas: list[ScriptedReplica]
+    inference: inference_pb2_grpc.InferenceServiceAsyncStub
+    router: router_pb2_grpc.RouterServiceAsyncStub
+    health: health_pb2_grpc.HealthStub
+    log: Path
+
+    async def statuses(self, is_right: Callable[[list[router_pb2.ReplicaStatus]], bool]) -> None:
+        """Wait until the router sees its replicas so."""
+        async with asyncio.timeout(10):
+            while True:
+                response = await self.router.ListReplicas(router_pb2.ListReplicasRequest())
+                if is_right(list(response.replicas)):
+                    return
+                await asyncio.sleep(0.02)
+
+    async def all_ready(self) -> None:
+        await self.statuses(lambda statuses: all(is_ready(status) and not status.num_in_flight for status in statuses))
+
+    async def use(self, *replicas: ScriptedReplica) -> None:
+        """Wait until only these are in the choice."""
+        for replica in self.replicas:
+            used = replica in replicas
+            replica.state = replica_pb2.REPLICA_STATE_READY if used else replica_pb2.REPLICA_STATE_DRAINING
+        wanted = {replica.address for replica in replicas}
+        await self.statuses(lambda all_: {each.address for each in all_ if is_ready(each)} == wanted)
+
+    async def health_becomes(self, wanted: int) -> None:
+        call = self.health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        async for response in call:
+            if response.status == wanted:
+                break
+        call.cancel()
+
+    def generate(self, text: str = "Hi", timeout: float | None = 20, **fields: object) -> Call:
+        request = inference_pb2.GenerateRequest(text=text, **fields)  # type: ignore[arg-type]
+        return self.inference.Generate(request, timeout=timeout)
+
+    def behave(self, behaviour: scripted.Behaviour) -> None:
+        for replica in self.replicas:
+            replica.behaviour = behaviour
+
+    @property
+    def chosen(self) -> ScriptedReplica:
+        """The one replica that a request came to."""
+        [replica] = [replica for replica in self.replicas if replica.received]
+        return replica
+
+    def received(self) -> list[inference_pb2.GenerateRequest]:
+        return [request for replica in self.replicas for request in replica.received]
+
+
+Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+def is_ready(status: router_pb2.ReplicaStatus) -> bool:
+    return status.reachable and status.state == replica_pb2.REPLICA_STATE_READY

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+
+from kvern.services.router.models import list_models, max_context, resolve_model
+from kvern.services.router.replicas import Replica
+from kvern.services.runtime.errors import InvalidArgument, NotFound, Unavailable
+from kvern.v1 import replica_pb2
+
+
+async def test_pause_of_suspected_replica_ends_at_once() -> None:
+    replica = Replica("unix:/none")
+    replica.suspect()
+    await replica.pause(3600)
+    await replica.close()
+
+
+def _replica(model: str, *, contract: str = "c", max_model_len: int = 128, ready: bool = True) -> Replica:
+    replica = Replica("unix:/none")
+    replica.engine = replica_pb2.EngineInfo(model=model, contract=contract, max_model_len=max_model_len)
+    replica.state, replica.reachable = replica_pb2.REPLICA_STATE_READY, ready
+    return replica
+
+
+async def test_resolve_model_named_or_the_only_one() -> None:
+    assert resolve_model([_replica("a"), _replica("a")], "") == "a"
+    assert resolve_model([_replica("a"), _replica("b")], "b") == "b"
+
+
+async def test_resolve_model_whose_replicas_are_away_is_still_known() -> None:
+    assert resolve_model([_replica("a", ready=False)], "a") == "a"
+
+
+async def test_resolve_model_ambiguous_or_unknown_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="model: must be named where several are served: a, b"):
+        resolve_model([_replica("a"), _replica("b")], "")
+    with pytest.raises(NotFound, match="'c' is not served here; served: a, b"):
+        resolve_model([_replica("a"), _replica("b")], "c")
+
+
+async def test_resolve_model_before_any_replica_was_seen_is_unavailable() -> None:
+    with pytest.raises(Unavailable):
+        resolve_model([Replica("unix:/none")], "a")
+
+
+async def test_list_models_groups_ready_replicas_by_name_and_contract() -> None:
+    replicas = [
+        _replica("a", max_model_len=256),
+        _replica("a", max_model_len=128),
+        _replica("a", contract="other"),
+        _replica("b", ready=False),
+    ]
+    listed = [(each.name, each.contract, each.max_context, each.ready_replicas) for each in list_models(replicas)]
+    assert listed == [("a", "c", 128, 2), ("a", "other", 128, 1)]
+
+
+async def test_max_context_is_what_every_replica_can_run() -> None:
+    replicas = [_replica("a", max_model_len=256), _replica("a", max_model_len=128), _replica("b", max_model_len=64)]
+    assert max_context(replicas, "a") == 128

@@ -1,0 +1,92 @@
+"""A router process whose peers come and go, and that is told to go itself."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvern.services.runtime.channel import open_channel
+from kvern.v1 import inference_pb2, inference_pb2_grpc, replica_pb2
+
+from . import scripted
+from .processes import running
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_router_without_tokenizer_setting_exits_naming_it() -> None:
+    command = [sys.executable, "-m", "kvern.services.router", "--listen", "unix:/tmp/unused", "--replicas", "unix:/x"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "tokenizer: required" in ended.stderr
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/router.sock"
+
+
+def _flags(tmp_path: Path, address: str) -> list[str]:
+    peers = ["--tokenizer", f"unix:{tmp_path}/tokenizer.sock", "--replicas", f"unix:{tmp_path}/replica.sock"]
+    return ["--listen", address, *peers]
+
+
+async def test_replica_restarted_is_noticed_and_used_again(tmp_path: Path, address: str) -> None:
+    replica = scripted.ScriptedReplica(f"unix:{tmp_path}/replica.sock")
+    async with (
+        scripted.serving(scripted.ScriptedTokenizer(f"unix:{tmp_path}/tokenizer.sock")),
+        running("router", *_flags(tmp_path, address), log=tmp_path / "log"),
+        open_channel(address) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True
+        )
+        assert (await health.read()).status == NOT_SERVING
+        for _ in range(2):
+            async with scripted.serving(replica):
+                assert (await health.read()).status == SERVING
+                stub = inference_pb2_grpc.InferenceServiceStub(channel)
+                events = [event.WhichOneof("event") async for event in stub.Generate(_request(), timeout=20)]
+                assert events == ["started", "delta", "finished"]
+            assert (await health.read()).status == NOT_SERVING
+
+
+async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, address: str) -> None:
+    """E13."""
+    may_finish = asyncio.Event()
+
+    async def behaviour(request: inference_pb2.GenerateRequest) -> AsyncIterator[replica_pb2.ServeResponse]:
+        yield scripted.started(request)
+        await may_finish.wait()
+        yield scripted.delta("whole")
+
+    replica = scripted.ScriptedReplica(f"unix:{tmp_path}/replica.sock", behaviour)
+    async with (
+        scripted.serving(scripted.ScriptedTokenizer(f"unix:{tmp_path}/tokenizer.sock"), replica),
+        running("router", *_flags(tmp_path, address), log=tmp_path / "log") as process,
+        open_channel(address) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True
+        )
+        while (await health.read()).status != SERVING:
+            pass
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(_request(), timeout=20)
+        assert (await call.read()).HasField("started")
+        process.terminate()
+        assert (await health.read()).status == NOT_SERVING
+        health.cancel()
+        may_finish.set()
+        assert (await call.read()).delta.text == "whole"
+        assert await process.wait() == 0
+
+
+def _request() -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(text="Hi")

@@ -1,0 +1,134 @@
+"""A tokenizer process, over its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvern.engine.block_hash import DIGEST_BYTES
+from kvern.services.runtime.channel import open_channel
+from kvern.services.runtime.model_source import find_model
+from kvern.services.runtime.text import load_tokenizer
+from kvern.v1 import inference_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from tests.services.router.processes import running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TIMEOUT_S = 30.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def channel(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[grpc.aio.Channel]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    address = f"unix:{folder}/tokenizer.sock"
+    flags = ["--listen", address, "--served-model-name", "tiny"]
+    async with running("tokenizer", *flags, log=folder / "log"), open_channel(address) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(service="kvern.v1.TokenizerService"), timeout=TIMEOUT_S, wait_for_ready=True
+        )
+        async for response in call:
+            if response.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        call.cancel()
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def stub(channel: grpc.aio.Channel) -> tokenizer_pb2_grpc.TokenizerServiceAsyncStub:
+    return tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+
+
+async def refused(call: grpc.aio.UnaryUnaryCall[object, object]) -> tuple[grpc.StatusCode, str, str]:
+    """Return a failing call's status, its message, and the field at fault."""
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    details = dict(raised.value.trailing_metadata() or ())["grpc-status-details-bin"]
+    request = error_details_pb2.BadRequest()
+    for detail in status_pb2.Status.FromString(details).details:
+        detail.Unpack(request)
+    fields = [violation.field for violation in request.field_violations]
+    return raised.value.code(), raised.value.details() or "", ",".join(fields)
+
+
+async def test_info_names_the_model_and_its_limits(stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
+    [info] = (await stub.GetTokenizerInfo(tokenizer_pb2.GetTokenizerInfoRequest())).tokenizers
+    fingerprint = load_tokenizer(find_model("smollm2")).fingerprint
+    assert (info.model, info.vocab_size, info.fingerprint) == ("tiny", 49152, fingerprint)
+    assert info.has_chat_template
+
+
+async def test_prompt_encoded_decodes_to_what_it_was(stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
+    text = "Grüezi, 日本! <|im_end|>"
+    hashing = tokenizer_pb2.BlockHashing(contract="c", block_size=4)
+    encoded = await stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(model="tiny", text=text, hashing=hashing))
+    assert len(encoded.block_digests) == len(encoded.token_ids) // 4 * DIGEST_BYTES > 0
+    for skip, expected in ((None, "Grüezi, 日本! "), (True, "Grüezi, 日本! "), (False, text)):
+        request = tokenizer_pb2.DecodeTokensRequest(token_ids=encoded.token_ids, skip_special_tokens=skip)
+        assert (await stub.DecodeTokens(request)).text == expected
+
+
+async def test_unknown_model_is_not_found(stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(model="huge", text="Hi"))
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "'huge'" in (raised.value.details() or "")
+    assert "tiny" in (raised.value.details() or "")
+
+
+async def test_empty_prompt_is_refused_and_the_next_request_works(
+    stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub,
+) -> None:
+    """B07."""
+    code, message, field = await refused(stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(text="")))
+    assert (code, message, field) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "text: the prompt has no tokens",
+        "text",
+    )
+    assert (await stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(text="Hi"))).token_ids
+
+
+@pytest.mark.parametrize("bad", [49152, 2**32 - 1])
+async def test_ids_outside_the_vocabulary_are_refused(
+    stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, bad: int
+) -> None:
+    """B09, B10."""
+    code, message, field = await refused(stub.DecodeTokens(tokenizer_pb2.DecodeTokensRequest(token_ids=[bad])))
+    assert (code, field) == (grpc.StatusCode.INVALID_ARGUMENT, "ids[0]")
+    assert "49152" in message
+    prompt = tokenizer_pb2.EncodePromptRequest(token_ids=inference_pb2.TokenIds(ids=[bad]))
+    assert (await refused(stub.EncodePrompt(prompt)))[2] == "token_ids.ids[0]"
+
+
+async def test_health_answers_while_large_texts_are_encoded(
+    channel: grpc.aio.Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub
+) -> None:
+    """B14: each check is answered while the encoding that it was sent after is still going on."""
+    request = tokenizer_pb2.EncodePromptRequest(text="Some words, again and again. " * 50_000)
+    health = health_pb2_grpc.HealthStub(channel)
+    encoding = [asyncio.ensure_future(stub.EncodePrompt(request, timeout=60)) for _ in range(2)]
+    num_answers = 0
+    while not any(call.done() for call in encoding):
+        await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        num_answers += 1
+    await asyncio.gather(*encoding)
+    assert num_answers > 10
+
+
+async def test_model_that_cannot_be_loaded_ends_the_process_with_one_line(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF and nothing else")
+    command = [sys.executable, "-m", "kvern.services.tokenizer", "--listen", f"unix:{tmp_path}/t.sock", "--model", bad]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, log = await process.communicate()
+    assert process.returncode == 1
+    assert b"bad.gguf" in log
+    assert b"Traceback" not in log
