@@ -133,7 +133,9 @@ class PersistentBatch:
             sampled_rows=query_ends[sampling] - 1,
             sampled_slots=slot[sampling],
             sampled_positions=end[sampling],
-            random=self._random_rows([entry.request for entry in entries if entry.samples], slot[sampling], end[sampling]),
+            random=self._random_rows(
+                [entry.request for entry in entries if entry.samples], slot[sampling], end[sampling]
+            ),
         )
 
     def _random_rows(self, requests: list[Request], slots: Tensor, positions: Tensor) -> RandomRows | None:

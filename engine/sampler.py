@@ -1,7 +1,7 @@
 """From logits to token ids.
 
-A draw is a function of (logits, sampling parameters, seed, choice, output position), bit for bit: probabilities are made
-row by row, and from there on they are whole numbers, whose sums do not depend on the order or on the other rows.
+A draw is a function of logits, sampling parameters, seed, choice and output position, bit for bit: probabilities are
+made row by row, and from there on they are whole numbers, whose sums depend neither on their order nor on other rows.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.weight_files = [path]
+        self._read: set[str] = set()
         reader = _open(path)
         self._metadata = reader.fields
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
@@ -38,7 +39,6 @@ class GGUFCheckpoint:
         self.architecture = _ARCHITECTURES[self._arch]
         self._config = self._read_config()
         self._gguf_names = _names(self._arch, self._config.num_layers)
-        self._read: set[str] = set()
 
     def dtype(self) -> str | None:
         return None
@@ -135,6 +135,8 @@ class GGUFCheckpoint:
 
 class _Reader(gguf.GGUFReader):  # type: ignore[misc]
     """The library's reader, which does not say which tensor has a type it does not know."""
+
+    data: Any
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -134,7 +134,9 @@ def _load_module(
     """
     shared = config.tie_word_embeddings and _HEAD not in checkpoint
     if not shared and _HEAD not in checkpoint:
-        raise ModelError(f"{checkpoint.path}: tensor {_HEAD} is missing, and the config does not tie it to the embedding")
+        raise ModelError(
+            f"{checkpoint.path}: tensor {_HEAD} is missing, and the config does not tie it to the embedding"
+        )
     with torch.device(device), _default_dtype(dtype):
         module = model_class(replace(config, tie_word_embeddings=shared))
     _fill(module, checkpoint, report)
@@ -186,7 +188,9 @@ def _warn_of_surplus(checkpoint: Checkpoint) -> None:
     surplus = checkpoint.unread()
     if surplus:
         shown = ", ".join(surplus[:5]) + (", ..." if len(surplus) > 5 else "")
-        logger.warning("%s: %d tensors are not part of the model and were left out: %s", checkpoint.path, len(surplus), shown)
+        logger.warning(
+            "%s: %d tensors are not part of the model and were left out: %s", checkpoint.path, len(surplus), shown
+        )
 
 
 def _no_progress(share: float, what: str) -> None:

@@ -40,7 +40,7 @@ class SafetensorsCheckpoint:
         if stated is not None:
             return str(stated)
         name, file = next(iter(self._file_of.items()))
-        stored = self._open(file).get_slice(name).get_dtype()
+        stored: str = self._open(file).get_slice(name).get_dtype()
         return _DTYPES.get(stored, stored)
 
     def model_config(self) -> ModelConfig:

@@ -81,7 +81,9 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, metadata: AttentionMetada
 
 def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> None:
     if tensor.dim() != dims or (dtype is not None and tensor.dtype is not dtype):
-        raise ValueError(f"{name} is {_describe(tensor)}; {dims} dimensions{f' of {dtype}' if dtype else ''} are needed")
+        raise ValueError(
+            f"{name} is {_describe(tensor)}; {dims} dimensions{f' of {dtype}' if dtype else ''} are needed"
+        )
 
 
 def _check_against_plan(kv: Tensor, metadata: AttentionMetadata) -> None:

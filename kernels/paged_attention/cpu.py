@@ -85,7 +85,7 @@ def plan(
     )
     written = None if bool((slot_mapping >= 0).all()) else (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping if written is None else slot_mapping[written]
-    num_rows = max(len(part.kv_rows) for part in (*groups, *chunks))
+    num_rows = max(*(len(group.kv_rows) for group in groups), *(len(chunk.kv_rows) for chunk in chunks), 0, 0)
     return Plan(
         written=written,
         write_rows=_write_rows(kv, slots),

@@ -50,10 +50,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 record.prompt_tokens = len(token_ids)
                 serve = to_serve(request, record.request_id, record.model, token_ids, self._rng)
                 relay = Relay(self._table, serve, record, self._rng)
-                async with aclosing(relay.frames(context.time_remaining)) as frames:
-                    async for frame in frames:
-                        yield frame
-                context.set_trailing_metadata(((REPLICA_METADATA_KEY, record.replica),))
+                try:
+                    async with aclosing(relay.frames(context.time_remaining)) as frames:
+                        async for frame in frames:
+                            yield frame
+                finally:
+                    context.set_trailing_metadata(((REPLICA_METADATA_KEY, record.replica),))
 
     async def Route(self, request: inference_pb2.RouteRequest, context: _Context) -> inference_pb2.RouteResponse:
         check_generate(request.request)

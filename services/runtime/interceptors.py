@@ -57,15 +57,19 @@ def status_of(error: errors.ServiceError) -> tuple[grpc.StatusCode, bytes]:
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
+    # What the handler has set so far stays: abort would replace it.
+    metadata = tuple(context.trailing_metadata() or ())
     if isinstance(error, errors.ServiceError):
         code, details = status_of(error)
-        await context.abort(code, error.message, ((STATUS_DETAILS_KEY, details),))
+        await context.abort(code, error.message, (*metadata, (STATUS_DETAILS_KEY, details)))
     if isinstance(error, grpc.aio.AioRpcError):
         # Another service's verdict, passed on with its details.
-        trailing = tuple((key, value) for key, value in error.trailing_metadata() or () if key == STATUS_DETAILS_KEY)
-        await context.abort(error.code(), error.details() or "", trailing)
+        details_of = [item for item in error.trailing_metadata() or () if item[0] == STATUS_DETAILS_KEY]
+        await context.abort(error.code(), error.details() or "", (*metadata, *details_of))
     _log.error("call failed", method=method, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__} in {method}; the service's log has more")
+    await context.abort(
+        grpc.StatusCode.INTERNAL, f"{type(error).__name__} in {method}; the service's log has more", metadata
+    )
     raise AssertionError("abort returned")
 
 

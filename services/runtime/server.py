@@ -11,10 +11,11 @@ from typing import Self
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvern.services.runtime.channel import SERVER_OPTIONS
+from kvern.services.runtime.health import HEALTH_SERVICE, HealthServicer
 from kvern.services.runtime.interceptors import ErrorInterceptor
 from kvern.services.runtime.listen import bind, share_with_group
 from kvern.services.runtime.settings import ServiceSettings
@@ -38,7 +39,7 @@ class GrpcServer:
     def __init__(self, settings: ServiceSettings, services: Sequence[str]) -> None:
         self._settings = settings
         self._services = [*services, ""]
-        self._health = health.aio.HealthServicer()
+        self._health = HealthServicer()
         self._locks = ExitStack()
         self._stop = asyncio.Event()
         self._ready = False
@@ -48,7 +49,7 @@ class GrpcServer:
 
     async def __aenter__(self) -> Self:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        names = [*self._services[:-1], health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [*self._services[:-1], HEALTH_SERVICE, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.grpc)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,6 +99,7 @@ class GrpcServer:
                 _log.info("draining", delay_s=self._settings.drain_delay_s, timeout_s=self._settings.drain_timeout_s)
                 await self._health.enter_graceful_shutdown()
                 await asyncio.sleep(self._settings.drain_delay_s)
+            self._health.end_watches()
             await self.grpc.stop(self._settings.drain_timeout_s if exc is None else 0)
         _log.info("stopped")
 

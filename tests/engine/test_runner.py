@@ -96,18 +96,16 @@ def test_greedy_tokens_equal_transformers(smollm2: LoadedModel, reference_tokens
     assert driver.generate(requests, NUM_TOKENS, chunk) == list(reference_tokens.values())
 
 
-@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 0.6), ("float16", 0.9)])
-def test_low_precision_stays_near_transformers(
-    smollm2_path: Path, reference_tokens: Reference, dtype: str, least: float
-) -> None:
-    """I11: given the reference's own tokens up to a place, the next one is nearly always the same."""
-    model = load_model(EngineConfig(smollm2_path, dtype=dtype, device="cpu"))
-    driver = Driver(make_runner(model))
-    agreed = 0
-    for place in (0, 20, 40):
-        for prompt, tokens in reference_tokens.items():
-            agreed += driver.generate([driver.request([*prompt, *tokens[:place]])], 1) == [[tokens[place]]]
-    assert agreed >= least * 3 * len(reference_tokens)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_stays_near_transformers(smollm2_path: Path, reference_tokens: Reference, dtype: str) -> None:
+    """I11: after the reference's own tokens up to a place, the next one is nearly always the same."""
+    driver = Driver(make_runner(load_model(EngineConfig(smollm2_path, dtype=dtype, device="cpu"))))
+    short = {prompt: tokens for prompt, tokens in reference_tokens.items() if len(prompt) < 40}
+    cases = [([*prompt, *tokens[:place]], tokens[place]) for prompt, tokens in short.items() for place in (0, 20)]
+    sampled = driver.generate([driver.request(prompt) for prompt, _ in cases], 1)
+    agreed = [tokens == [expected] for tokens, (_, expected) in zip(sampled, cases, strict=True)]
+    print(dtype, sum(agreed), len(agreed))
+    assert sum(agreed) >= 0.9 * len(agreed)
 
 
 def test_tokens_of_a_small_model_do_not_depend_on_company_or_chunks(tiny: LoadedModel) -> None:

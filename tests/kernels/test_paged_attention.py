@@ -59,7 +59,9 @@ def make_step(
         table[row, : len(blocks)] = torch.tensor(blocks)
         places = [(blocks[position // block_size], position % block_size) for position in range(length)]
         for block, offset in places[: length - count]:
-            kv[block, :, :, :, offset] = torch.randn(NUM_LAYERS, 2, num_kv_heads, head_dim, generator=generator).to(dtype)
+            kv[block, :, :, :, offset] = torch.randn(NUM_LAYERS, 2, num_kv_heads, head_dim, generator=generator).to(
+                dtype
+            )
         slots += [block * block_size + offset for block, offset in places[length - count :]]
 
     def random(heads: int) -> Tensor:
@@ -170,11 +172,11 @@ def test_attention_of_shapes_that_do_not_fit_raises_value_error() -> None:
         paged_attention(step.q[:, :8], step.kv, LAYER, metadata, 0.125)
     with pytest.raises(ValueError, match=r"q is \[1, 9, 64\]"):
         paged_attention(step.q[:1], step.kv, LAYER, metadata, 0.125)
-    with pytest.raises(ValueError, match="k is .*float64"):
+    with pytest.raises(ValueError, match=r"k is .*float64"):
         write_kv(step.kv, LAYER, step.k.double(), step.v, metadata)
     with pytest.raises(ValueError, match="the step was planned for"):
         write_kv(step.kv[1:], LAYER, step.k, step.v, metadata)
-    with pytest.raises(ValueError, match="context_lens is .*int64"):
+    with pytest.raises(ValueError, match=r"context_lens is .*int64"):
         plan_attention(step.kv, step.block_table, step.cu_query_lens, step.context_lens.long(), step.slot_mapping)
     with pytest.raises(ValueError, match="must be as many"):
         plan_attention(step.kv, step.block_table[:0], step.cu_query_lens, step.context_lens, step.slot_mapping)

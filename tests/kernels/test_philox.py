@@ -29,7 +29,9 @@ def philox_of(cases: list[tuple[Words, Words]]) -> list[Words]:
 
 
 def test_philox_of_published_keys_and_counters_gives_the_published_words() -> None:
-    assert philox_of([(key, counter) for key, counter, _ in KNOWN_ANSWERS]) == [answer for _, _, answer in KNOWN_ANSWERS]
+    assert philox_of([(key, counter) for key, counter, _ in KNOWN_ANSWERS]) == [
+        answer for _, _, answer in KNOWN_ANSWERS
+    ]
 
 
 def test_reference_of_published_keys_and_counters_gives_the_published_words() -> None:

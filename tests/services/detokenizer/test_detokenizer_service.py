@@ -117,11 +117,14 @@ def finished_of(events: Sequence[inference_pb2.GenerateResponse]) -> inference_p
 
 
 @asynccontextmanager
-async def detokenizing(engine: ScriptedEngine, folder: Path, *flags: str) -> AsyncIterator[Setup]:
+async def detokenizing(
+    engine: ScriptedEngine, folder: Path, *flags: str, drain_delay_s: float = 0
+) -> AsyncIterator[Setup]:
     address, engine_address = f"unix:{folder}/detokenizer.sock", f"unix:{folder}/engine.sock"
+    flags = ("--listen", address, "--engine", engine_address, *flags)
     async with (
         serving(engine, engine_address),
-        running("detokenizer", "--listen", address, "--engine", engine_address, *flags, log=folder / "log") as process,
+        running("detokenizer", *flags, log=folder / "log", drain_delay_s=drain_delay_s) as process,
         open_channel(address) as channel,
     ):
         yield Setup(
@@ -429,7 +432,7 @@ async def test_lost_engine_ends_open_calls_and_one_that_has_said_hello_serves(se
 async def test_draining_detokenizer_says_so_and_still_serves_late_calls(tmp_path: Path) -> None:
     engine = ScriptedEngine()
     engine.says_hello.set()
-    async with detokenizing(engine, tmp_path, "--drain-delay-s", "600") as setup:
+    async with detokenizing(engine, tmp_path, drain_delay_s=600) as setup:
         await setup.health_becomes(SERVING)
         setup.process.terminate()
         await setup.health_becomes(NOT_SERVING)

@@ -120,7 +120,7 @@ async def test_health_answers_while_large_texts_are_encoded(
         await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         num_answers += 1
     await asyncio.gather(*encoding)
-    assert num_answers > 10
+    assert num_answers > 5
 
 
 async def test_model_that_cannot_be_loaded_ends_the_process_with_one_line(tmp_path: Path) -> None:
