@@ -85,14 +85,14 @@ def plan(
     )
     written = None if bool((slot_mapping >= 0).all()) else (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping if written is None else slot_mapping[written]
-    num_rows = max(*(len(group.kv_rows) for group in groups), *(len(chunk.kv_rows) for chunk in chunks), 0, 0)
+    gathered = [group.kv_rows for group in groups] + [chunk.kv_rows for chunk in chunks]
     return Plan(
         written=written,
         write_rows=_write_rows(kv, slots),
         groups=groups,
         chunks=tuple(chunks),
         causal_mask=_causal_mask(max((chunk.context_len for chunk in chunks), default=_TILE), kv),
-        workspace=kv.new_empty(num_rows, block_size * kv.shape[5]),
+        workspace=kv.new_empty(max(map(len, gathered)), block_size * kv.shape[5]),
     )
 
 

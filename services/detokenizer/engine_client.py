@@ -140,7 +140,8 @@ class EngineClient:
                     elif response.HasField("hello"):
                         self._begin(response.hello.info, commands)
         except grpc.aio.AioRpcError as error:
-            return f"the stream to the engine broke: {error.details()}"
+            _log.warning("the stream to the engine broke", details=error.details())
+            return "the engine is gone"
         return "the engine ended the stream"
 
     def _begin(self, info: replica_pb2.EngineInfo, commands: _Commands) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
@@ -37,10 +38,7 @@ _TOKENIZER_FILES = (
 )
 
 _GPT2_SPLITS = frozenset({None, "default", "gpt-2", "olmo", "mpt", "smollm"})
-"""Values of tokenizer.ggml.pre that transformers splits as GPT-2 did. It takes any name it does not know for one.
-
-smollm also splits off each digit, which transformers leaves out: two spaces or newlines before a digit encode otherwise
-than in the model's training."""
+"""Values of tokenizer.ggml.pre that transformers splits as GPT-2 did. It takes any name it does not know for one."""
 
 _GGUF_SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -138,6 +136,10 @@ def _from_gguf(path: Path) -> tuple[PreTrainedTokenizerFast, str]:
         token_id = metadata.get(f"tokenizer.ggml.{key}")
         config[name] = None if token_id is None else vocabulary["tokens"][token_id]
     backend, _ = convert_gguf_tokenizer(metadata["general.architecture"], vocabulary)
+    if vocabulary.get("pre_tokenizer_type") == "smollm":
+        # The model's own tokenizer splits off each digit first, which transformers' conversion leaves out.
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
     fingerprint = _fingerprint((group, json.dumps(values, sort_keys=True).encode()) for group, values in parts.items())
     return PreTrainedTokenizerFast(tokenizer_object=backend, **config), fingerprint
 

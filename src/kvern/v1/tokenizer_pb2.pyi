@@ -33,12 +33,15 @@ class EncodePromptRequest(_message.Message):
     model: _builtins.str
     """May be empty where one model is served."""
     text: _builtins.str
+    """Raw: control tokens written in it are control tokens, so a template that was rendered elsewhere works."""
     add_special_tokens: _builtins.bool
     """Default: true for text, false for chat. No meaning for token ids."""
     keep_last_tokens: _builtins.int
     """Keep only this many ids, the last ones."""
     @_builtins.property
-    def chat(self) -> _inference_pb2.Chat: ...
+    def chat(self) -> _inference_pb2.Chat:
+        """Only the model's template writes control tokens; what its messages hold stays text."""
+
     @_builtins.property
     def token_ids(self) -> _inference_pb2.TokenIds:
         """Already encoded: checked against the vocabulary and hashed."""

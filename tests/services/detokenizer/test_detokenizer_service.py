@@ -19,7 +19,7 @@ from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2, replica_pb2_grpc
-from tests.services.router.processes import running
+from tests.services.processes import running
 
 from .scripted_engine import INFO, MAX_MODEL_LEN, VOCAB_SIZE, ScriptedEngine, serving
 

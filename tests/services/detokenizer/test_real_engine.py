@@ -14,7 +14,7 @@ from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import load_tokenizer
 from kvern.v1 import inference_pb2, replica_pb2, replica_pb2_grpc
-from tests.services.router.processes import running
+from tests.services.processes import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,7 +15,7 @@ import pytest_asyncio
 from kvern.services.gateway.client_watch import MAX_BODY_BYTES
 from kvern.services.runtime.errors import NotFound, ResourceExhausted, Unavailable
 from kvern.v1 import inference_pb2
-from tests.services.router.processes import running
+from tests.services.processes import running
 
 from .http_client import until_listening
 from .scripted_router import STARTED, ScriptedRouter, delta, fails_after, finished, responds, stalls_after

@@ -16,7 +16,7 @@ import pytest
 from kvern.services.gateway.settings import GatewaySettings
 from kvern.services.runtime.settings import SettingsError
 from kvern.v1.inference_pb2 import GenerateRequest, GenerateResponse
-from tests.services.router.processes import running
+from tests.services.processes import running
 
 from .http_client import until_listening
 from .scripted_router import STARTED, ScriptedRouter, delta, finished

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvern.services.runtime.channel import open_channel
 from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
-from tests.services.router.processes import running
+from tests.services.processes import running
 
 from .http_client import until_listening
 

@@ -8,9 +8,9 @@ from grpc_health.v1 import health_pb2_grpc
 
 from kvern.services.runtime.channel import open_channel
 from kvern.v1 import inference_pb2_grpc, router_pb2_grpc
+from tests.services.processes import running
 
 from . import scripted
-from .processes import running
 from .scripted import ScriptedReplica, ScriptedTokenizer
 from .setup import MAX_STREAMS, NUM_REPLICAS, SERVING, Setup
 

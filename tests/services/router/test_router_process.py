@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvern.services.runtime.channel import open_channel
 from kvern.v1 import inference_pb2, inference_pb2_grpc, replica_pb2
+from tests.services.processes import running
 
 from . import scripted
-from .processes import running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from kvern.services.runtime.errors import InvalidArgument
@@ -41,7 +42,18 @@ def smollm2():
 @pytest.fixture(scope="module")
 def reference():
     path = find_model("smollm2").path
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    reference = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    backend = reference.backend_tokenizer
+    # As in the model's tokenizer.json; transformers leaves it out for a GGUF.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    return reference
+
+
+def test_gguf_tokenizer_of_smollm_splits_off_each_digit(smollm2) -> None:
+    for before, digits in (("one:\n\n", "1"), ("a   ", "12"), ("", "2024")):
+        apart = [id for part in (before, *digits) for id in smollm2.encode(part, add_special_tokens=False)]
+        assert smollm2.encode(before + digits, add_special_tokens=False) == apart
 
 
 @pytest.fixture
