@@ -6,10 +6,12 @@ made row by row, and from there on they are whole numbers, whose sums depend nei
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvern.kernels.philox import philox4x32, uniform53
 
@@ -19,6 +21,9 @@ _PURPOSE_TOKEN = 0
 _WEIGHT_SCALE = 2.0**48
 """Probability 1 as a whole number. A vocabulary's sum stays below 2^53, so float64 holds it exactly; a probability
 below 2^-48 counts as none."""
+
+_ELEMENTS_AT_ONCE = 1 << 18
+"""Most logits drawn from together: what is made of them on the way stays in the processor's caches."""
 
 _DIGITS = ((21, 11), (10, 11), (0, 10))
 """Shift and width of the digits that a 32-bit key is searched by, highest first."""
@@ -46,6 +51,25 @@ class RandomRows:
     has_top_p: bool
     """Whether any row filters by it. The result does not depend on it, only the time."""
 
+    def split(self, num_rows: int) -> Iterator[RandomRows]:
+        """Return parts of at most so many rows."""
+        if len(self.rows) <= num_rows:
+            yield self
+            return
+        for begin in range(0, len(self.rows), num_rows):
+            part = slice(begin, begin + num_rows)
+            yield RandomRows(
+                rows=self.rows[part],
+                temperature=self.temperature[part],
+                top_k=self.top_k[part],
+                top_p=self.top_p[part],
+                seed=self.seed[part],
+                output_position=self.output_position[part],
+                choice=self.choice[part],
+                has_top_k=self.has_top_k,
+                has_top_p=self.has_top_p,
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -65,55 +89,68 @@ def sample(logits: Tensor, random: RandomRows | None) -> Sample:
     best, token_ids = logits.max(dim=-1)
     ok = best.isfinite()
     if random is not None:
-        token_ids[random.rows] = _draw(logits[random.rows], ok[random.rows], random)
+        num_rows = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
+        for part, uniform in zip(random.split(num_rows), torch.split(_uniform(random), num_rows), strict=True):
+            token_ids[part.rows] = _draw(logits[part.rows], ok[part.rows], part, uniform)
     return Sample(token_ids, ok)
 
 
-def _draw(logits: Tensor, ok: Tensor, random: RandomRows) -> Tensor:
-    """Temperature, then top_k, then top_p, then one draw from what is left."""
-    scaled = logits / random.temperature[:, None] + 0.0  # -0.0 becomes 0.0, which must count as its equal
-    scaled.masked_fill_(~ok[:, None], 0.0)
-    keys = _ordered_keys(scaled)
+def _draw(logits: Tensor, ok: Tensor, random: RandomRows, uniform: Tensor) -> Tensor:
+    """Temperature, then top_k, then top_p, then one draw from what is left. uniform: [num_random] in [0, 1)."""
+    logits = logits.masked_fill(~ok[:, None], 0.0)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / random.temperature[:, None]
+    weights = _weights(scaled)
     if random.has_top_k:
-        vocab_size = scaled.shape[1]
+        vocab_size = logits.shape[1]
         num_kept = torch.where(random.top_k > 0, random.top_k.clamp(max=vocab_size), vocab_size)
-        kept = _most_likely(keys, torch.ones_like(keys), num_kept)
-        scaled.masked_fill_(~kept, float("-inf"))
-    weights = (torch.softmax(scaled, dim=-1) * _WEIGHT_SCALE).long()
+        kept = _most_likely(logits, torch.ones_like(weights), num_kept)
+        weights = _weights(scaled.masked_fill_(~kept, float("-inf")))
     if random.has_top_p:
         needed = (weights.sum(dim=-1) * random.top_p).ceil().long().clamp(min=1)
-        weights.masked_fill_(~_most_likely(keys, weights, needed), 0)
-    return _invert(weights, _uniform(random))
+        weights.masked_fill_(~_most_likely(logits, weights, needed), 0)
+    return _invert(weights, uniform)
 
 
-def _ordered_keys(values: Tensor) -> Tensor:
-    """Map float32 to int64 in [0, 2^32), in the same order."""
-    bits = values.view(torch.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() + 2**31
+def _weights(scaled: Tensor) -> Tensor:
+    """Return probabilities as whole numbers: [num_rows, vocab_size] int64."""
+    return (torch.softmax(scaled, dim=-1) * _WEIGHT_SCALE).long()
 
 
-def _most_likely(keys: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return which tokens make up the smallest set of greatest keys that weighs at least `needed`.
+def _most_likely(values: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
+    """Return which tokens make up the smallest set of greatest values that weighs at least `needed`.
 
-    keys, weights: [num_rows, vocab_size] int64; needed: [num_rows] int64, above 0 and at most the row's weight. Equal
-    keys have equal weights; of those at the edge, the lowest ids are in. Found digit by digit (a radix select): sorting
-    a vocabulary takes ten times as long.
+    values: [num_rows, vocab_size] float32; weights: the same shape, int64, equal where values are; needed: [num_rows]
+    int64, above 0 and at most the row's weight. Of equal values at the edge, the lowest ids are in. The edge is found
+    digit by digit (a radix select): measured on 49,152 values, a fifth of the time of sorting them.
     """
+    keys = _ordered_keys(values)
     edge = torch.zeros_like(needed)
     rest = needed
     candidates = weights
     for shift, width in _DIGITS:
-        digits = (keys >> shift) & (2**width - 1)
-        by_digit = weights.new_zeros(len(weights), 2**width).scatter_add_(1, digits, candidates)
-        from_top = by_digit.flip(1).cumsum(1)
+        digits = ((keys >> shift) & (2**width - 1)).long()
+        from_top = weights.new_zeros(len(weights), 2**width).scatter_add_(1, digits, candidates).flip(1).cumsum_(1)
         place = torch.searchsorted(from_top, rest[:, None])
-        above = from_top - by_digit.flip(1)
-        rest = rest - above.gather(1, place)[:, 0]
+        above = functional.pad(from_top, (1, 0)).gather(1, place)
+        rest = rest - above[:, 0]
         digit = 2**width - 1 - place
-        candidates = candidates.masked_fill(digits != digit, 0)
+        candidates = torch.where(digits == digit, candidates, 0)
         edge = (edge << width) | digit[:, 0]
+    edge_value = _value_of_key(edge)[:, None]
     taken_before = candidates.cumsum(1) - candidates
-    return (keys > edge[:, None]) | ((keys == edge[:, None]) & (taken_before < rest[:, None]))
+    return (values > edge_value) | ((values == edge_value) & (taken_before < rest[:, None]))
+
+
+def _ordered_keys(values: Tensor) -> Tensor:
+    """Map float32 to int32 whose bits, read as unsigned, are in the same order. -0.0 counts as 0.0."""
+    bits = (values + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) | -(2**31))
+
+
+def _value_of_key(keys: Tensor) -> Tensor:
+    """Invert `_ordered_keys`. keys: int64 in [0, 2^32)."""
+    signed = keys - 2**31
+    return (signed ^ ((signed >> 31) & 0x7FFFFFFF)).to(torch.int32).view(torch.float32)
 
 
 def _uniform(random: RandomRows) -> Tensor:

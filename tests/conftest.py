@@ -14,7 +14,7 @@ from kvern.client import Client
 from tests.up_process import MAX_MODEL_LEN, NUM_BLOCKS, UpProcess
 
 # As the engine service does, and for its reason; before anything imports torch.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def _ids_of_tokens(directory: Path, tokens: set[str]) -> set[int]:
 
 def _vocabulary(tokenizer: dict[str, Any]) -> dict[str | None, int]:
     """Return the tokens of a tokenizer.json. A unigram model lists pairs in the order of their ids."""
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):
         vocabulary = {token: token_id for token_id, (token, _) in enumerate(vocabulary)}
-    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}}
+    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}}

@@ -22,7 +22,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
         case RopeScaling.LLAMA3:
             return _scaled_as_llama3(frequencies, config)
         case RopeScaling.DIVISORS:
-            return frequencies / torch.tensor(config.divisors)
+            return frequencies / torch.tensor(config.divisors, dtype=torch.float32)
 
 
 def _scaled_as_llama3(frequencies: Tensor, config: RopeConfig) -> Tensor:

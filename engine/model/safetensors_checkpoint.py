@@ -38,7 +38,7 @@ class SafetensorsCheckpoint:
         """Return what config.json says, or the type of the first tensor."""
         stated = self._config.get("dtype") or self._config.get("torch_dtype")
         if stated is not None:
-            return str(stated)
+            return str(stated).removeprefix("torch.")
         name, file = next(iter(self._file_of.items()))
         stored: str = self._open(file).get_slice(name).get_dtype()
         return _DTYPES.get(stored, stored)

@@ -13,9 +13,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias. x: [num_tokens, in]; weight: [out, in]; bias: [out].
 
     float32 on a CPU goes to oneDNN, which torch itself leaves to MKL: measured on an AMD EPYC 9004 with the shapes of a
-    135M model, 1.7 times as fast at one token, 1.3 times at 16, 1.2 times at 64 and at 2,048.
+    135M model, 1.7 times as fast at one token, 1.3 times at 16, 1.2 times at 64 and at 2,048. And a row of its product
+    is the same bits in every batch, where a lone row is given company: for one row it sums in another order.
     """
     if x.dtype is torch.float32 and x.device.type == "cpu" and _HAS_ONEDNN:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
+        if len(x) == 1:
+            return _onednn_linear(x.expand(2, -1), weight, bias)[:1]
+        return _onednn_linear(x, weight, bias)
     return functional.linear(x, weight, bias)
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ _TILE = 128
 _MAX_PADDING = 1.5
 """Longest context of a group over its shortest, in blocks."""
 
-_GROUP_BYTES = 8 << 20
-"""Most KV gathered for one group: what the processor's last cache holds with room to spare."""
+_GROUP_BYTES = 4 << 20
+"""Most KV gathered for one group: what a processor.s caches hold between gathering and attending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +70,29 @@ def plan(
     kv: Tensor, block_table: Tensor, query_starts: list[int], context_lens: list[int], slot_mapping: Tensor
 ) -> Plan:
     """Prepare a step. query_starts has one more item than there are sequences; the rest is as in the launcher."""
-    block_size = kv.shape[4]
-    blocks = [-(-length // block_size) for length in context_lens]
+    block_size, head_dim = kv.shape[4:]
+    num_blocks = [-(-length // block_size) for length in context_lens]
     decodes, chunks = [], []
-    for sequence, length in enumerate(context_lens):
-        begin, end = query_starts[sequence], query_starts[sequence + 1]
+    for sequence, (begin, end) in enumerate(pairwise(query_starts)):
         if end - begin == 1:
             decodes.append(sequence)
         else:
-            table = block_table[sequence : sequence + 1, : blocks[sequence]]
-            chunks.append(_Chunk(begin, end, length, _gather_rows(kv, table)))
-    groups = tuple(
+            rows = _gather_rows(kv, block_table[sequence : sequence + 1, : num_blocks[sequence]])
+            chunks.append(_Chunk(begin, end, context_lens[sequence], rows))
+    groups = [
         _plan_group(kv, block_table, members, query_starts, context_lens)
-        for members in _alike(decodes, blocks, kv[0, 0].numel() * kv.element_size())
-    )
-    written = None if bool((slot_mapping >= 0).all()) else (slot_mapping >= 0).nonzero().flatten()
-    slots = slot_mapping if written is None else slot_mapping[written]
-    gathered = [group.kv_rows for group in groups] + [chunk.kv_rows for chunk in chunks]
+        for members in _alike(decodes, num_blocks, kv[0, 0].numel() * kv.element_size())
+    ]
+    is_written = slot_mapping >= 0
+    written = None if bool(is_written.all()) else is_written.nonzero().flatten()
+    most_rows = max(len(rows) for rows in [group.kv_rows for group in groups] + [chunk.kv_rows for chunk in chunks])
     return Plan(
         written=written,
-        write_rows=_write_rows(kv, slots),
-        groups=groups,
+        write_rows=_write_rows(kv, slot_mapping[is_written]),
+        groups=tuple(groups),
         chunks=tuple(chunks),
         causal_mask=_causal_mask(max((chunk.context_len for chunk in chunks), default=_TILE), kv),
-        workspace=kv.new_empty(max(map(len, gathered)), block_size * kv.shape[5]),
+        workspace=kv.new_empty(most_rows, block_size * head_dim),
     )
 
 

@@ -10,15 +10,11 @@ sacks and went home with them full, and the bakers of the town baked no bread. "
 
 PROMPTS = (
     "The capital of France is",
-    "Hello",
-    "1, 2, 3, 5, 8, 13,",
     "Q: What is 17 * 23?\nA:",
     "def fibonacci(n):\n    ",
     "import asyncio\n\n\nasync def main() -> None:\n    async with asyncio.TaskGroup() as group:\n",
-    'SELECT name, COUNT(*) FROM orders WHERE status = "open" GROUP BY',
     "<html>\n  <head>\n    <title>Mill</title>\n  </head>\n  <body>\n    <h1>",
     '{"name": "kvern", "version": "1.0", "tags": ["mill",',
-    "#include <stdio.h>\n\nint main(void) {\n",
     "Die Hauptstadt von Deutschland ist",
     "El perro corre por el parque y",
     "Bonjour, je m'appelle Marie et",

@@ -13,6 +13,9 @@ from kvern.engine.startup import build_engine
 
 from .engine_harness import EngineHarness
 
+# Minutes of pure computing where other work has the cores.
+pytestmark = pytest.mark.timeout(1200)
+
 Reference = dict[tuple[int, ...], list[int]]
 
 NUM_TOKENS = 64

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 from kvern.engine.config import EngineConfig
 from kvern.engine.errors import ConfigError, ModelError
 from kvern.engine.model import load_model
+from kvern.engine.model.fingerprint import model_fingerprint
 
 from .tiny_llama import assert_same_logits, edit_json, expected_logits, load, logits_of, save_tiny
 
@@ -225,6 +226,17 @@ def test_fingerprint_differs_where_weights_or_rope_differ_and_only_there(tmp_pat
     one, copy, weights, rope = (load(path).fingerprint for path in paths)
     assert one == copy
     assert len({one, weights, rope}) == 3
+
+
+def test_fingerprint_of_large_files_differs_where_what_follows_the_header_does(tmp_path: Path) -> None:
+    """Two fine-tunes: the same shapes, other numbers nearly everywhere."""
+    save_tiny(tmp_path)
+    config, fingerprints = load(tmp_path).config, set()
+    for number in range(3):
+        file = tmp_path / WEIGHTS
+        file.write_bytes(bytes(3 << 20) + bytes([number]) * (1 << 20))
+        fingerprints.add(model_fingerprint(config, [file]))
+    assert len(fingerprints) == 3
 
 
 def test_path_that_is_missing_or_no_model_is_refused(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def test_llama3_rope_stored_as_divisors_equals_transformers(tmp_path: Path) -> N
     assert len(set(divisors.tolist())) > 2
     path = write_gguf(tmp_path / "model.gguf", gguf_tensors(model) | {"rope_freqs.weight": divisors})
     assert_same_logits(load(path), expected_logits(model))
+    frequencies = load(path, dtype="bfloat16").module.model.inverse_frequencies
+    torch.testing.assert_close(frequencies, model.model.rotary_emb.inv_freq, atol=0, rtol=1e-6)
 
 
 def test_linear_rope_equals_transformers(tmp_path: Path) -> None:

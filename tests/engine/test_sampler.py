@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvern.engine.sampler import RandomRows, Sample, sample
+from kvern.engine.sampler import RandomRows, Sample, _invert, sample
 from kvern.kernels.philox import reference as philox_reference
 
 VOCAB_SIZE = 1009
@@ -111,9 +112,10 @@ def test_random_row_equals_reference(temperature: float, top_k: int, top_p: floa
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-4, 1e-3])
-def test_lowest_temperatures_give_a_greatest_token(temperature: float) -> None:
+@pytest.mark.parametrize("size", [1.0, 1e34])
+def test_lowest_temperatures_give_a_greatest_token(temperature: float, size: float) -> None:
     """D01: near-greedy, and no number overflows."""
-    logits = make_logits(1) * 100
+    logits = make_logits(1) * size
     assert {float(logits[0, token]) for token in draws(logits, 200, temperature=temperature)} == {float(logits.max())}
 
 
@@ -142,6 +144,12 @@ def test_negative_zero_and_zero_are_equal_logits() -> None:
     assert set(draws(logits, 100, top_k=2)) == {2, 4}
 
 
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 2), (0.624, 2), (0.625, 4), (1 - 2**-53, 4)])
+def test_inversion_never_lands_on_a_token_without_weight(uniform: float, token: int) -> None:
+    weights = torch.tensor([[0, 0, 5, 0, 3, 0]])
+    assert _invert(weights, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+
+
 def test_draws_have_the_distribution_of_the_softmax() -> None:
     """Chi-square over 20,000 draws from 20 tokens; 19 degrees of freedom exceed 43.8 once in a thousand."""
     logits = make_logits(1, vocab_size=20)
@@ -159,10 +167,28 @@ def test_draws_of_other_seeds_positions_and_choices_differ() -> None:
     assert len(set(different)) == 24
 
 
+@pytest.fixture(params=[1, 2, 3])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 49_152, 50_257])
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_row_draws_the_same_alone_and_in_any_company(vocab_size: int, num_threads: int) -> None:
-    """D02, D17: greedy rows and others' filters change nothing. The logits are such that one unit would show."""
+def test_row_has_the_same_probabilities_alone_and_in_any_company_to_the_bit(vocab_size: int) -> None:
+    """What the sampler's promise rests on, of torch: after this it adds whole numbers only."""
+    logits = make_logits(9, vocab_size)
+    together = torch.softmax(logits, dim=-1)
+    for row in range(9):
+        assert torch.equal(torch.softmax(logits[row : row + 1], dim=-1)[0], together[row])
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 49_152, 50_257])
+def test_row_draws_the_same_alone_and_in_any_company(vocab_size: int) -> None:
+    """D02, D17: neither other rows' filters nor greedy rows change anything."""
     logits = make_logits(7, vocab_size) * 0.01
     params = {
         "temperature": [0.5, 1.0, 1.7, 1.0, 0.9],
@@ -172,22 +198,18 @@ def test_row_draws_the_same_alone_and_in_any_company(vocab_size: int, num_thread
         "output_position": [10, 20, 30, 40, 50],
     }
     rows = [0, 2, 3, 5, 6]
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        together = sample(logits, random_rows(rows, **params))  # type: ignore[arg-type]
-        for index, row in enumerate(rows):
-            one = {name: values[index] for name, values in params.items()}
-            alone = sample(logits[row : row + 1], random_rows([0], **one))  # type: ignore[arg-type]
-            assert together.token_ids[row] == alone.token_ids[0]
-        assert together.token_ids[[1, 4]].tolist() == sample(logits, None).token_ids[[1, 4]].tolist()
-    finally:
-        torch.set_num_threads(before)
+    together = sample(logits, random_rows(rows, **params)).token_ids  # type: ignore[arg-type]
+    for index, row in enumerate(rows):
+        one = {name: values[index] for name, values in params.items()}
+        alone = sample(logits[row : row + 1], random_rows([0], **one)).token_ids  # type: ignore[arg-type]
+        assert together[row] == alone[0]
+    assert together[[1, 4]].tolist() == sample(logits, None).token_ids[[1, 4]].tolist()
 
 
 def assert_second_row_failed_alone(drawn: Sample, expected: list[int]) -> None:
     assert drawn.ok.tolist() == [True, False, True]
     assert drawn.token_ids[[0, 2]].tolist() == [expected[0], expected[2]]
+    assert 0 <= drawn.token_ids[1] < VOCAB_SIZE
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

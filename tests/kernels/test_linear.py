@@ -27,3 +27,15 @@ def test_linear_over_a_slice_of_a_wider_tensor_equals_its_copy() -> None:
     wide = torch.randn(5, 200, generator=torch.Generator().manual_seed(0))
     weight = torch.randn(7, 60, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(linear(wide[:, 40:100], weight), linear(wide[:, 40:100].clone(), weight))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="another library sums in an order of its own")
+@pytest.mark.parametrize(("out_features", "in_features"), [(960, 576), (576, 1536), (3072, 576), (65, 123)])
+def test_linear_in_float32_gives_a_row_the_same_bits_in_every_batch(out_features: int, in_features: int) -> None:
+    """D17: what a request draws must not depend on who else is served."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, in_features, generator=generator)
+    weight = torch.randn(out_features, in_features, generator=generator)
+    whole = linear(x, weight)
+    for begin, count in ((0, 1), (7, 1), (199, 1), (0, 2), (3, 5), (10, 16), (1, 33), (5, 128)):
+        assert torch.equal(linear(x[begin : begin + count], weight), whole[begin : begin + count])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -43,7 +46,12 @@ def _capacity(engine: EngineInfo) -> str:
 
 def _chat_command(server: str) -> str:
     option = "" if server == DEFAULT_ADDRESS else f" --server {server}"
-    return f'kvern chat{option} "{_QUESTION}"'
+    return f'{_command()} chat{option} "{_QUESTION}"'
+
+
+def _command() -> str:
+    """Return how this command can be typed again: by its path where its folder is not on PATH, as after `make run`."""
+    return "kvern" if shutil.which("kvern") else os.path.relpath(sys.argv[0])
 
 
 def _curl_command(http: str, model: str) -> str:
