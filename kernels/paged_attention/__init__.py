@@ -2,6 +2,7 @@
 
 A step is planned once, then run once a layer: what depends on the lengths of the sequences alone is not done again for
 every layer. The KV cache is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values.
+The torch path runs on every device; it is written for CPUs.
 """
 
 from __future__ import annotations

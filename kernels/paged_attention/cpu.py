@@ -21,7 +21,7 @@ _MAX_PADDING = 1.5
 """Longest context of a group over its shortest, in blocks."""
 
 _GROUP_BYTES = 4 << 20
-"""Most KV gathered for one group: what a processor.s caches hold between gathering and attending."""
+"""Most KV gathered for one group: what a processor's caches hold between gathering and attending."""
 
 
 @dataclass(frozen=True, slots=True)
