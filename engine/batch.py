@@ -7,15 +7,33 @@ sampled token goes into the next step on the device, whether or not the host has
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from kvern.engine.device_copy import to_device
 from kvern.engine.plan import Plan, PlanEntry
 from kvern.engine.request import Request
-from kvern.engine.sampler import RandomRows
+from kvern.engine.sampling_state import SamplingInputs, SamplingState
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Tokens of one entry that predict prompt tokens whose log-probabilities are told."""
+
+    entry: int
+    request_id: int
+    start: int
+    """Position of the first predicted token."""
+    rows: slice
+    """Rows of the step's tokens."""
+    token_ids: Tensor
+    """[num_rows] int64, the predicted tokens."""
+    num_top: int
+    """How many alternatives are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +52,23 @@ class StepInputs:
     """[num_entries + 1] int32."""
     context_lens: Tensor
     """[num_entries] int32, tokens including this step's."""
-    sampled_rows: Tensor
-    """[num_sampled] int64, the last token of each entry that samples."""
-    sampled_slots: Tensor
-    """[num_sampled] int64."""
-    sampled_positions: Tensor
-    """[num_sampled] int64, where the new tokens go."""
-    random: RandomRows | None
-    """The sampled rows that are drawn. None: all are greedy."""
+    sampling: SamplingInputs
+    prompts: list[PromptRows]
 
 
 class PersistentBatch:
     """Slots, and the tensors that they are rows of."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+    ) -> None:
         self._block_size = block_size
         self._device = device
         self._slots: dict[int, int] = {}
@@ -56,12 +77,7 @@ class PersistentBatch:
         # One column beyond the longest request, for a token that is sampled and then not wanted.
         self._token_ids = self._zeros(max_num_seqs, max_model_len + 1, dtype=torch.int32)
         self._block_table = self._zeros(max_num_seqs, max_blocks, dtype=torch.int32)
-        self._num_prompt_tokens = self._zeros(max_num_seqs, dtype=torch.int64)
-        self._temperature = self._zeros(max_num_seqs, dtype=torch.float32)
-        self._top_k = self._zeros(max_num_seqs, dtype=torch.int64)
-        self._top_p = self._zeros(max_num_seqs, dtype=torch.float64)
-        self._seed = self._zeros(max_num_seqs, dtype=torch.int64)
-        self._choice = self._zeros(max_num_seqs, dtype=torch.int64)
+        self._sampling = SamplingState(self._token_ids, vocab_size, eos_token_ids)
 
     def prepare(self, plan: Plan) -> StepInputs:
         """Take in what the plan changed, and lay out its step. The plan must have entries."""
@@ -75,10 +91,13 @@ class PersistentBatch:
             slot = self._slots.pop(request_id, None)
             if slot is not None:
                 self._free_slots.append(slot)
+                self._sampling.forget(slot)
 
     def append(self, inputs: StepInputs, token_ids: Tensor) -> None:
         """Take in the tokens sampled for a step: [num_sampled] int64."""
-        self._token_ids[inputs.sampled_slots, inputs.sampled_positions] = token_ids.to(torch.int32)
+        sampling = inputs.sampling
+        self._token_ids[sampling.slots, sampling.positions] = token_ids.to(torch.int32)
+        self._sampling.count(sampling, token_ids)
 
     def _slot_of(self, request: Request) -> int:
         slot = self._slots.get(request.request_id)
@@ -92,14 +111,8 @@ class PersistentBatch:
         if not self._free_slots:
             raise RuntimeError(f"request {request.request_id}: more requests run than there are slots")
         slot = self._slots[request.request_id] = self._free_slots.pop()
-        sampling = request.sampling
-        self._token_ids[slot, : request.num_tokens] = self._tensor(request.token_ids, torch.int32)
-        self._num_prompt_tokens[slot] = request.num_prompt_tokens
-        self._temperature[slot] = sampling.temperature
-        self._top_k[slot] = sampling.top_k
-        self._top_p[slot] = sampling.top_p
-        self._seed[slot] = sampling.seed - (sampling.seed >> 63 << 64)  # the same bits, signed
-        self._choice[slot] = request.choice
+        self._token_ids[slot, : request.num_tokens] = to_device(request.token_ids, self._device, torch.int32)
+        self._sampling.add(slot, request)
         request.first_changed_block = 0
         self._copy_blocks(slot, request)
         return slot
@@ -107,7 +120,7 @@ class PersistentBatch:
     def _copy_blocks(self, slot: int, request: Request) -> None:
         """Copy the block ids that are news."""
         first, end = request.first_changed_block, len(request.block_ids)
-        self._block_table[slot, first:end] = self._tensor(request.block_ids[first:], torch.int32)
+        self._block_table[slot, first:end] = to_device(request.block_ids[first:], self._device, torch.int32)
         request.first_changed_block = end
 
     def _lay_out(self, entries: list[PlanEntry], slots: list[int]) -> StepInputs:
@@ -115,14 +128,13 @@ class PersistentBatch:
         ends = [entry.start + entry.num_tokens for entry in entries]
         resident = [entry.request.num_resident_tokens for entry in entries]
         num_tokens = sum(counts)
-        slot, count, end, num_resident = self._tensor([slots, counts, ends, resident])
+        slot, count, end, num_resident = to_device([slots, counts, ends, resident], self._device)
         query_ends = count.cumsum(0)
         entry = torch.repeat_interleave(count, output_size=num_tokens)
         positions = torch.arange(num_tokens, device=self._device) + (end - query_ends)[entry]
         token_slots = slot[entry]
         blocks = self._block_table[token_slots, positions // self._block_size].long()
         slot_mapping = blocks * self._block_size + positions % self._block_size
-        sampling = self._tensor([index for index, entry in enumerate(entries) if entry.samples])
         return StepInputs(
             token_ids=self._token_ids[token_slots, positions],
             positions=positions,
@@ -130,36 +142,35 @@ class PersistentBatch:
             block_table=self._block_table[slot, : -(-max(ends) // self._block_size)],
             cu_query_lens=torch.cat((query_ends.new_zeros(1), query_ends)).to(torch.int32),
             context_lens=end.to(torch.int32),
-            sampled_rows=query_ends[sampling] - 1,
-            sampled_slots=slot[sampling],
-            sampled_positions=end[sampling],
-            random=self._random_rows(
-                [entry.request for entry in entries if entry.samples], slot[sampling], end[sampling]
-            ),
+            sampling=self._select_sampled(entries, slots),
+            prompts=self._select_prompts(entries, slots),
         )
 
-    def _random_rows(self, requests: list[Request], slots: Tensor, positions: Tensor) -> RandomRows | None:
-        drawn = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
-        if not drawn:
-            return None
-        rows = self._tensor(drawn)
-        slots = slots[rows]
-        return RandomRows(
-            rows=rows,
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            seed=self._seed[slots],
-            output_position=positions[rows] - self._num_prompt_tokens[slots],
-            choice=self._choice[slots],
-            has_top_k=any(requests[row].sampling.top_k > 0 for row in drawn),
-            has_top_p=any(requests[row].sampling.top_p < 1 for row in drawn),
+    def _select_sampled(self, entries: Sequence[PlanEntry], slots: Sequence[int]) -> SamplingInputs:
+        last_rows = [row_end - 1 for row_end in accumulate(entry.num_tokens for entry in entries)]
+        sampled = [index for index, entry in enumerate(entries) if entry.samples]
+        return self._sampling.select(
+            requests=[entries[index].request for index in sampled],
+            rows=[last_rows[index] for index in sampled],
+            slots=[slots[index] for index in sampled],
+            positions=[entries[index].end for index in sampled],
         )
+
+    def _select_prompts(self, entries: Sequence[PlanEntry], slots: Sequence[int]) -> list[PromptRows]:
+        row_ends = accumulate(entry.num_tokens for entry in entries)
+        prompts = []
+        for index, (entry, slot, row_end) in enumerate(zip(entries, slots, row_ends, strict=True)):
+            request = entry.request
+            # What was told already is not told again: this one was preempted.
+            first = max(entry.start, request.num_prompt_logprobs)
+            end = min(entry.end, request.num_prompt_tokens - 1)
+            if request.prompt_logprobs is not None and first < end:
+                rows = slice(row_end - entry.end + first, row_end - entry.end + end)
+                token_ids = self._token_ids[slot, first + 1 : end + 1].long()
+                prompts.append(
+                    PromptRows(index, request.request_id, first + 1, rows, token_ids, request.prompt_logprobs)
+                )
+        return prompts
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
-
-    def _tensor(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Copy numbers to the device; from pinned memory to a GPU, so that nothing waits."""
-        is_gpu = self._device.type == "cuda"
-        return torch.tensor(values, dtype=dtype, pin_memory=is_gpu).to(self._device, non_blocking=True)

@@ -10,11 +10,14 @@ Invariants, checked by `check_integrity`:
 
 The third rests on requests freeing their tail first, and on the chain rule: a request registers block n, or is pointed
 at a resident one, only if block n - 1 of its table is the resident block of its digest.
+
+What becomes resident and what stops to be is told as events, for the index of all replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 
 class Block:
@@ -81,10 +84,20 @@ class FreeList:
         self._length += 1
 
 
+class CacheEvent(NamedTuple):
+    """A digest became resident, or stopped to be. Each digest's events alternate."""
+
+    digest: bytes
+    is_added: bool
+
+
 class BlockPool:
     """`num_blocks` physical blocks, made once."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, record_events: bool = False) -> None:
+        """record_events: keep what `take_events` returns. Somebody must then take it."""
+        self._record_events = record_events
+        self._events: list[CacheEvent] = []
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._resident: dict[bytes, Block] = {}
         self._free = FreeList()
@@ -142,7 +155,17 @@ class BlockPool:
     def _forget(self, block: Block) -> None:
         assert block.digest is not None
         del self._resident[block.digest]
+        self._record(block.digest, is_added=False)
         block.digest = block.parent = None
+
+    def _record(self, digest: bytes, *, is_added: bool) -> None:
+        if self._record_events:
+            self._events.append(CacheEvent(digest, is_added))
+
+    def take_events(self) -> list[CacheEvent]:
+        """Return what happened since the last call, in order: parents are added before children and removed after."""
+        events, self._events = self._events, []
+        return events
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give back one reference to each block of a table, in the table's order.
@@ -174,11 +197,55 @@ class BlockPool:
             block = self._blocks[block_id]
             block.digest, block.parent = digest, parent
             self._resident[digest] = block
+            self._record(digest, is_added=True)
             return block_id
         if resident.block_id != block_id:
             self.share([resident.block_id])
             self.release([block_id])
         return resident.block_id
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one table holds a block, so that a writer must copy it first."""
+        return self._blocks[block_id].ref_count > 1
+
+    def is_resident(self, digest: bytes) -> bool:
+        return digest in self._resident
+
+    @property
+    def resident_digests(self) -> list[bytes]:
+        """All digests, parents before children: a snapshot for the index."""
+        ordered: dict[bytes, None] = {}
+        for digest in self._resident:
+            chain = []
+            node: bytes | None = digest
+            while node is not None and node not in ordered:
+                chain.append(node)
+                node = self._resident[node].parent
+            ordered.update(dict.fromkeys(reversed(chain)))
+        return list(ordered)
+
+    def reset(self) -> None:
+        """Forget all digests. Running requests keep their blocks and must register nothing any more."""
+        self._drop(self._resident.keys())
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """Forget digests, and all that descends from them: what follows from wrong KV is wrong."""
+        doomed = {digest for digest in digests if digest in self._resident}
+        for digest in self.resident_digests:
+            if self._resident[digest].parent in doomed:
+                doomed.add(digest)
+        self._drop(doomed)
+
+    def _drop(self, digests: Iterable[bytes]) -> None:
+        doomed = set(digests)
+        for digest in reversed(self.resident_digests):
+            if digest in doomed:
+                block = self._resident[digest]
+                self._forget(block)
+                if block.ref_count == 0:
+                    # Nothing can find it any more: the first to be taken.
+                    self._free.remove(block)
+                    self._free.push_first(block)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError naming the first invariant that does not hold.

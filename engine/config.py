@@ -43,6 +43,13 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     """Share of the device's memory the engine may fill. None: 0.9 on a GPU, 0.25 of what is available on a CPU."""
 
+    scheduling_policy: str = "fcfs"
+    """fcfs or priority: whether requests' priorities count."""
+
+    target_step_ms: float | None = None
+    """How long a step that generates may take for prompts that arrive, in milliseconds. None: as long as the token
+    budget makes it."""
+
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests for later ones that begin the same."""
 

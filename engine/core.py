@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from kvern.engine.errors import RequestRefused
-from kvern.engine.plan import Runner, StepResult
+from kvern.engine.plan import Plan, Runner, StepResult, Submission
 from kvern.engine.request import Request
 from kvern.engine.scheduler import Scheduler
 
@@ -28,11 +29,30 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Park:
+    """Let a request stand still. Unknown ids are ignored."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Let a parked request go on. Others are ignored."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetCache:
+    """Forget all cached blocks."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop after the step under way."""
 
 
-Command = Add | Abort | Stop
+Command = Add | Abort | Park | Resume | ResetCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +71,13 @@ class EngineCore:
     """Runs on a thread of its own, which alone touches scheduler, pool and device. No locks: commands come by a queue
     and are applied between steps; results leave through `emit`."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, depth: int = 0) -> None:
+        """depth: how many steps may be planned and launched before the results of an earlier one are taken in. 1 hides
+        the host's work behind a GPU's; a CPU has nothing to hide it behind."""
         self._scheduler = scheduler
         self._runner = runner
+        self._depth = depth
+        self._in_flight: deque[tuple[Plan, Submission]] = deque()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._stopping = False
         self.last_step_at = time.monotonic()
@@ -70,21 +94,32 @@ class EngineCore:
             if self._stopping:
                 return
             plan = self._scheduler.schedule()
-            if not plan:
+            if plan:
+                self._in_flight.append((plan, self._runner.submit(plan)))
+            elif not self._in_flight and self._scheduler.has_work:
                 raise RuntimeError("there are requests, and the scheduler runs none of them")
-            sampled = self._runner.submit(plan).result()
-            emit(self._scheduler.commit(plan, sampled))
-            self.last_step_at = time.monotonic()
+            while len(self._in_flight) > self._depth or (self._in_flight and not plan):
+                self._commit(*self._in_flight.popleft(), emit)
+
+    def _commit(self, plan: Plan, submission: Submission, emit: Callable[[Output], None]) -> None:
+        sampled = submission.result()
+        now = time.monotonic()
+        # With steps in flight, what counts is how far apart they end.
+        self._scheduler.observe(plan, now - self.last_step_at)
+        self.last_step_at = now
+        emit(self._scheduler.commit(plan, sampled))
 
     def _apply_commands(self, emit: Callable[[Output], None]) -> None:
-        """Apply what has arrived; with nothing to run, wait for something to do."""
+        """Apply what has arrived; with nothing to run and nothing in flight, wait for something to do."""
         while not self._stopping:
+            is_idle = not self._in_flight and not self._scheduler.has_work
             try:
-                command = self._commands.get(block=not self._scheduler.has_work)
+                command = self._commands.get(block=is_idle)
             except Empty:
                 return
+            if is_idle:
+                self.last_step_at = time.monotonic()
             self._apply(command, emit)
-            self.last_step_at = time.monotonic()
 
     def _apply(self, command: Command, emit: Callable[[Output], None]) -> None:
         match command:
@@ -96,5 +131,11 @@ class EngineCore:
             case Abort(request_id):
                 self._scheduler.abort(request_id)
                 emit(StepResult(load=self._scheduler.load()))
+            case Park(request_id):
+                self._scheduler.park(request_id)
+            case Resume(request_id):
+                self._scheduler.resume(request_id)
+            case ResetCache():
+                self._scheduler.reset_cache()
             case Stop():
                 self._stopping = True

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvern.engine.config import EngineConfig
 from kvern.engine.errors import ConfigError
 from kvern.engine.memory import available_bytes
-from kvern.engine.model import LoadedModel, ModelConfig
+from kvern.engine.model import LoadedModel, ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class PoolSize:
     """Tokens, prompt and output together."""
 
 
-def kv_block_bytes(model: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def kv_block_bytes(model: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers, keys and values."""
     return model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim * dtype.itemsize
 
@@ -64,7 +64,7 @@ def size_pool(config: EngineConfig, model: LoadedModel) -> PoolSize:
     return PoolSize(num_blocks, pool_tokens)
 
 
-def _wanted_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def _wanted_model_len(config: EngineConfig, model: ModelShape) -> int:
     trained = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > trained:
         raise ConfigError("max_model_len", f"{config.max_model_len} is above the model's trained length, {trained}")

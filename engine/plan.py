@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +17,14 @@ class PlanEntry:
     start: int
     num_tokens: int
     samples: bool
-    """Whether the step reaches the last known token, so that the next one is drawn."""
+    """Whether the step reaches the request's last token, so that the next one is drawn. That last token may itself be
+    pending: drawn by the step before, and known only on the device."""
+    table_generation: int = 0
+    """The table this was planned on."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 @dataclass(slots=True)
@@ -27,6 +35,8 @@ class Plan:
     removed_ids: list[int] = field(default_factory=list)
     """Request ids that left the running set since the last plan (finished, aborted, preempted): the runner forgets
     them. A preempted one comes back as if new."""
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source, destination) blocks to copy before the step: a shared partial block is about to be written."""
 
     @property
     def num_tokens(self) -> int:
@@ -37,6 +47,34 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found one token, and which ones it found most likely, before any processing."""
+
+    logprob: float
+    """Natural logarithm."""
+    rank: int
+    """1 is the most likely. Of equally likely tokens the lowest id comes first."""
+    top_ids: Sequence[int] = ()
+    """The most likely tokens, in order. The token itself may be among them."""
+    top_logprobs: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of successive prompt tokens, each after those before it. The first token has none."""
+
+    request_id: int
+    start: int
+    """Position of the first item."""
+    items: Sequence[TokenLogprobs]
+
+    def beyond(self, num_told: int) -> PromptLogprobs:
+        """Return those that come after the first `num_told` a prompt has. There may be none."""
+        start = num_told + 1
+        return PromptLogprobs(self.request_id, start, self.items[start - self.start :])
+
+
+@dataclass(frozen=True, slots=True)
 class SampledToken:
     """What the runner drew for one entry."""
 
@@ -44,6 +82,10 @@ class SampledToken:
     """None where the entry does not sample, and where `error` is set."""
     error: str = ""
     """Why no token could be drawn, say logits that are not numbers."""
+    logprobs: TokenLogprobs | None = None
+    """None where the request did not ask."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of prompt tokens that the entry predicts. None where the request did not ask or was told already."""
 
 
 class Submission(Protocol):
@@ -74,7 +116,6 @@ class ChoiceEnded:
     """A choice is over; its last token, if any, came before or with this."""
 
     request_id: int
-    choice: int
     reason: FinishReason
     stop_token_id: int | None = None
     preemptions: int = 0
@@ -95,11 +136,14 @@ class Load:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step brought. Entry i of the three columns is one token of one choice."""
+    """What one step brought. Entry i of the two columns is one token of one choice."""
 
     request_ids: list[int] = field(default_factory=list)
-    choices: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By entry of the columns, for those that asked."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """Told before the tokens of the same step."""
     scheduled: list[FirstScheduled] = field(default_factory=list)
     ended: list[ChoiceEnded] = field(default_factory=list)
     load: Load = field(default_factory=Load)

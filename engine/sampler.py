@@ -1,22 +1,23 @@
 """From logits to token ids.
 
-A draw is a function of logits, sampling parameters, seed, choice and output position, bit for bit: probabilities are
-made row by row, and from there on they are whole numbers, whose sums depend neither on their order nor on other rows.
+A draw is a function of logits, sampling parameters, seed and output position, bit for bit: probabilities are made row
+by row, and from there on they are whole numbers, whose sums depend neither on their order nor on other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvern.engine.logits_processors import LogitsEdit
 from kvern.kernels.philox import philox4x32, uniform53
 
 _PURPOSE_TOKEN = 0
-"""Third counter word of a draw: what it is for."""
+"""Third counter word of a draw: what it is for. The second is 0: choices of one request have seeds of their own."""
 
 _WEIGHT_SCALE = 2.0**48
 """Probability 1 as a whole number. A vocabulary's sum stays below 2^53, so float64 holds it exactly; a probability
@@ -37,6 +38,8 @@ class RandomRows:
     """int64 row of the logits."""
     temperature: Tensor
     """float32."""
+    log_min_p: Tensor
+    """float32. -inf: all tokens."""
     top_k: Tensor
     """int64. 0: all tokens."""
     top_p: Tensor
@@ -45,8 +48,7 @@ class RandomRows:
     """int64, the bits of an unsigned seed."""
     output_position: Tensor
     """int64. How many tokens were output before this one."""
-    choice: Tensor
-    """int64."""
+    has_min_p: bool
     has_top_k: bool
     has_top_p: bool
     """Whether any row filters by it. The result does not depend on it, only the time."""
@@ -61,11 +63,12 @@ class RandomRows:
             yield RandomRows(
                 rows=self.rows[part],
                 temperature=self.temperature[part],
+                log_min_p=self.log_min_p[part],
                 top_k=self.top_k[part],
                 top_p=self.top_p[part],
                 seed=self.seed[part],
                 output_position=self.output_position[part],
-                choice=self.choice[part],
+                has_min_p=self.has_min_p,
                 has_top_k=self.has_top_k,
                 has_top_p=self.has_top_p,
             )
@@ -76,29 +79,41 @@ class Sample:
     """Drawn tokens, on the logits' device."""
 
     token_ids: Tensor
-    """[num_rows] int64. Where not ok, some id."""
-    ok: Tensor
-    """[num_rows] bool. False where the logits hold NaN or +inf, or are all -inf."""
+    """[num_rows] int64. Where not finite, or nothing is allowed, some id."""
+    is_finite: Tensor
+    """[num_rows] bool. False where the logits, before any edit, hold NaN or +inf, or are all -inf."""
+    is_allowed: Tensor
+    """[num_rows] bool. False where the edits leave no token."""
 
 
-def sample(logits: Tensor, random: RandomRows | None) -> Sample:
+def sample(logits: Tensor, random: RandomRows | None, edits: Sequence[LogitsEdit] = ()) -> Sample:
     """Choose a token for each row of [num_rows, vocab_size] float32 logits. Rows not in `random` are greedy.
 
-    Of equal logits the lowest id counts as the greater, in greedy rows and at the edge of top_k and top_p alike.
+    The edits change the logits in place, in order. Of equal logits the lowest id counts as the greater, in greedy rows
+    and at the edge of top_k and top_p alike.
     """
     best, token_ids = logits.max(dim=-1)
-    ok = best.isfinite()
+    is_finite = best.isfinite()
+    if edits:
+        for edit in edits:
+            edit.apply(logits)
+        rows = torch.cat([edit.rows for edit in edits])
+        best[rows], token_ids[rows] = logits[rows].max(dim=-1)
+    is_allowed = best > float("-inf")
     if random is not None:
         num_rows = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
+        can_draw = is_finite & is_allowed
         for part, uniform in zip(random.split(num_rows), torch.split(_uniform(random), num_rows), strict=True):
-            token_ids[part.rows] = _draw(logits[part.rows], ok[part.rows], part, uniform)
-    return Sample(token_ids, ok)
+            token_ids[part.rows] = _draw(logits[part.rows], can_draw[part.rows], part, uniform)
+    return Sample(token_ids, is_finite, is_allowed)
 
 
-def _draw(logits: Tensor, ok: Tensor, random: RandomRows, uniform: Tensor) -> Tensor:
-    """Temperature, then top_k, then top_p, then one draw from what is left. uniform: [num_random] in [0, 1)."""
-    logits = logits.masked_fill(~ok[:, None], 0.0)
+def _draw(logits: Tensor, can_draw: Tensor, random: RandomRows, uniform: Tensor) -> Tensor:
+    """Temperature, then min_p, top_k and top_p, then one draw from what is left. uniform: [num_random] in [0, 1)."""
+    logits = logits.masked_fill(~can_draw[:, None], 0.0)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / random.temperature[:, None]
+    if random.has_min_p:
+        scaled.masked_fill_(scaled < random.log_min_p[:, None], float("-inf"))
     weights = _weights(scaled)
     if random.has_top_k:
         vocab_size = logits.shape[1]
@@ -157,7 +172,7 @@ def _uniform(random: RandomRows) -> Tensor:
     """One number in [0, 1) a row: [num_random] float64."""
     seed_low, seed_high = random.seed & 0xFFFFFFFF, (random.seed >> 32) & 0xFFFFFFFF
     zero = torch.zeros_like(random.seed)
-    counter = (random.output_position, random.choice, zero + _PURPOSE_TOKEN, zero)
+    counter = (random.output_position, zero, zero + _PURPOSE_TOKEN, zero)
     high, low, _, _ = philox4x32((seed_low, seed_high), counter)
     return uniform53(high, low)
 

@@ -12,7 +12,7 @@ from kvern.engine.core import EngineCore
 from kvern.engine.kv_cache import size_pool
 from kvern.engine.model import LoadedModel, load_model
 from kvern.engine.runner import ModelRunner
-from kvern.engine.scheduler import Scheduler
+from kvern.engine.scheduler import Policy, Scheduler, SchedulerConfig
 from kvern.engine.summary import Capacity
 
 Progress = Callable[[float, str], None]
@@ -44,8 +44,7 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
     contract = cache_contract(
         model_fingerprint=model.fingerprint, dtype=dtype, kv_dtype=dtype, block_size=config.block_size
     )
-    scheduler = Scheduler(
-        BlockPool(pool_size.num_blocks),
+    scheduler_config = SchedulerConfig(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -53,7 +52,10 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         eos_token_ids=model.eos_token_ids,
         contract=contract,
         enable_prefix_caching=config.enable_prefix_caching,
+        policy=Policy(config.scheduling_policy),
+        target_step_s=None if config.target_step_ms is None else config.target_step_ms / 1000,
     )
+    scheduler = Scheduler(BlockPool(pool_size.num_blocks), scheduler_config)
     runner = ModelRunner(model, config, pool_size.num_blocks, pool_size.max_model_len)
     return Engine(
         core=EngineCore(scheduler, runner),

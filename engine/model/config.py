@@ -2,104 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from kvern.engine.errors import ModelError
 
 
-class RopeScaling(Enum):
-    """How rotary frequencies are stretched for contexts longer than the model's first training."""
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every rotary frequency divided by the factor."""
 
-    NONE = "default"
-    LINEAR = "linear"
-    LLAMA3 = "llama3"
-    DIVISORS = "divisors"
-    """Each frequency divided by a number of its own, as a GGUF stores llama3's scaling."""
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Slow frequencies divided by the factor. Source: the Llama 3.1 release."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Frequencies divided by the factor, less so the faster they are. Source: YaRN, arXiv:2309.00071."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """Whether the bounds of the ramp are whole dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class DivisorScaling:
+    """Each frequency divided by a number of its own."""
+
+    divisors: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding. Fields below `scaling` have a meaning for some of its values only."""
+    """Rotary position embedding."""
 
     theta: float
-    scaling: RopeScaling = RopeScaling.NONE
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    divisors: tuple[float, ...] = ()
+    rotary_dim: int
+    """Dimensions of each head, from the first on, that are rotated."""
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling | None = None
+    """How frequencies are stretched for contexts longer than the model's first training."""
+    attention_factor: float = 1.0
+    """What rotated queries and keys are multiplied by."""
+
+
+class Activation(Enum):
+    """Of an MLP's gate, by transformers' names."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """The shape of a decoder-only transformer."""
+class ExpertsConfig:
+    """Layers whose MLP is a mixture of experts."""
+
+    layers: frozenset[int]
+    num_experts: int
+    top_k: int
+    """Experts a token."""
+    intermediate_size: int
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts add up to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the engine must know of a model, whoever computes it."""
 
     architecture: str
     """Hugging Face's name of the class, for instance LlamaForCausalLM."""
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: RopeConfig
     max_position_embeddings: int
     """Tokens the model was trained for."""
+    sliding_windows: tuple[int | None, ...]
+    """Of each layer: most tokens that one attends, its own among them. None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig(ModelShape):
+    """The shape of a decoder-only transformer in Llama's frame, and where it differs from Llama."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    rms_norm_eps: float
+    ropes: tuple[RopeConfig | None, ...]
+    """Of each layer. None: positions are not encoded."""
+    attention_scale: float
+    """What scores are multiplied by."""
     tie_word_embeddings: bool
     """Whether the head is the embedding."""
+    activation: Activation = Activation.SILU
     attention_bias: bool = False
+    """On queries, keys and values."""
+    attention_output_bias: bool = False
     mlp_bias: bool = False
-
-
-class Fields:
-    """Typed access to metadata read from a file. Raises ModelError naming file and field."""
-
-    def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        self._values = values
-        self._source = source
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return a whole number above zero."""
-        value = self._get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self.error(name, f"{value!r} is not a whole number above 0")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a number above zero."""
-        value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.error(name, f"{value!r} is not a number above 0")
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """Return a boolean. An absent one is false."""
-        value = self._values.get(name) or False
-        if not isinstance(value, bool):
-            raise self.error(name, f"{value!r} is neither true nor false")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        value = self._get(name, default)
-        if not isinstance(value, str):
-            raise self.error(name, f"{value!r} is not a string")
-        return value
-
-    def error(self, name: str, message: str) -> ModelError:
-        return ModelError(f"{self._source}: {name}: {message}")
-
-    def _get(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)
-        if value is not None:
-            return value
-        if default is None:
-            raise ModelError(f"{self._source}: {name} is missing")
-        return default
+    qk_norm: bool = False
+    """Whether each head's query and key are normalized before they are rotated."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    sandwich_norms: bool = False
+    """Whether attention and MLP are also normalized on their way out."""
+    unit_offset_norms: bool = False
+    """Whether a norm's weight is stored as what it differs from 1."""
+    embedding_scale: float = 1.0
+    fused_weights: bool = False
+    """Whether checkpoints store queries, keys and values as one tensor, and an MLP's gate and up as another."""
+    experts: ExpertsConfig | None = None
 
 
 def checked(config: ModelConfig, source: str) -> ModelConfig:
@@ -108,6 +132,14 @@ def checked(config: ModelConfig, source: str) -> ModelConfig:
         raise ModelError(
             f"{source}: {config.num_heads} attention heads cannot share {config.num_kv_heads} KV heads evenly"
         )
-    if config.head_dim % 2:
-        raise ModelError(f"{source}: a head of {config.head_dim} dimensions cannot be rotated in pairs")
+    for rope in set(config.ropes) - {None}:
+        assert rope is not None
+        if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= config.head_dim:
+            raise ModelError(
+                f"{source}: {rope.rotary_dim} of a head of {config.head_dim} dimensions cannot be rotated in pairs"
+            )
+    if config.experts is not None and config.experts.top_k > config.experts.num_experts:
+        raise ModelError(
+            f"{source}: {config.experts.top_k} experts a token are more than the {config.experts.num_experts} there are"
+        )
     return config

@@ -6,22 +6,21 @@ import hashlib
 from pathlib import Path
 
 from kvern.engine.errors import ModelError
-from kvern.engine.model.config import ModelConfig
 
 _HEADER_BYTES = 1 << 20
 _NUM_SAMPLES = 1024
 _SAMPLE_BYTES = 1024
 
 
-def model_fingerprint(config: ModelConfig, weight_files: list[Path]) -> str:
-    """Return 32 hex digits over the model's shape, rope settings included, and its weight files.
+def model_fingerprint(identity: str, weight_files: list[Path]) -> str:
+    """Return 32 hex digits over `identity`, which says all of the model but the weights, and its weight files.
 
     Of each file: name, size, the first MiB (names, types and shapes of the tensors, quantization among them), and a
     thousand samples of a KiB, evenly spaced. Two fine-tunes of one model differ almost everywhere, so they differ in
     the samples; files that differ in a few bytes only may not. Reading all of a large model would cost a minute.
     Raises ModelError.
     """
-    digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
+    digest = hashlib.blake2b(identity.encode(), digest_size=16)
     for path in weight_files:
         try:
             _update(digest, path)

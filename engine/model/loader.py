@@ -15,17 +15,17 @@ from kvern.engine.config import EngineConfig
 from kvern.engine.errors import ConfigError, ModelError
 from kvern.engine.model.causal_lm import CausalLM
 from kvern.engine.model.checkpoint import Checkpoint
-from kvern.engine.model.config import ModelConfig
+from kvern.engine.model.config import ModelConfig, ModelShape
 from kvern.engine.model.fingerprint import model_fingerprint
-from kvern.engine.model.layers import FusedLinear
-from kvern.engine.model.llama import LlamaForCausalLM
+from kvern.engine.model.hf_config import ARCHITECTURES
+from kvern.engine.model.language_model import LanguageModel
+from kvern.engine.model.layers import Fused
 from kvern.engine.model.safetensors_checkpoint import SafetensorsCheckpoint
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[float, str], None]
 
-_ARCHITECTURES: dict[str, type[CausalLM]] = {"LlamaForCausalLM": LlamaForCausalLM}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEAD = "lm_head.weight"
 
@@ -34,8 +34,8 @@ _HEAD = "lm_head.weight"
 class LoadedModel:
     """A model in memory, and what its files say of it."""
 
-    module: CausalLM
-    config: ModelConfig
+    module: LanguageModel
+    config: ModelShape
     path: Path
     dtype: torch.dtype
     device: torch.device
@@ -62,23 +62,53 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     device = _device(config.device)
     report(0.0, "reading metadata")
     checkpoint = _open_checkpoint(config.model_path)
-    model_class = _ARCHITECTURES.get(checkpoint.architecture)
-    if model_class is None:
-        known = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"{checkpoint.path}: architecture {checkpoint.architecture} is not supported; {known} is")
     dtype = _dtype(config.dtype, checkpoint, device)
-    model_config = checkpoint.model_config()
-    module = _load_module(model_class, model_config, checkpoint, dtype, device, report)
-    _warn_of_surplus(checkpoint)
+    if checkpoint.architecture in ARCHITECTURES:
+        module, shape, identity = _load_native(checkpoint, dtype, device, report)
+    else:
+        module, shape, identity = _load_with_transformers(checkpoint, dtype, device, report)
+    report(1.0, "loaded")
     return LoadedModel(
         module=module,
-        config=model_config,
+        config=shape,
         path=checkpoint.path,
         dtype=dtype,
         device=device,
-        eos_token_ids=frozenset(i for i in checkpoint.eos_token_ids() if i < model_config.vocab_size),
-        fingerprint=model_fingerprint(model_config, checkpoint.weight_files),
+        eos_token_ids=frozenset(i for i in checkpoint.eos_token_ids() if i < shape.vocab_size),
+        fingerprint=model_fingerprint(identity, checkpoint.weight_files),
     )
+
+
+def _load_native(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, report: Progress
+) -> tuple[LanguageModel, ModelShape, str]:
+    """Return the module, its shape, and all that its output depends on beside the weights."""
+    config = checkpoint.model_config()
+    if dtype is torch.float16 and config.unit_offset_norms:
+        raise ConfigError("dtype", f"float16 overflows in {config.architecture}; bfloat16 and float32 do not")
+    module = _load_module(config, checkpoint, dtype, device, report)
+    _warn_of_surplus(checkpoint.path, checkpoint.unread())
+    return module, config, repr(config)
+
+
+def _load_with_transformers(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, report: Progress
+) -> tuple[LanguageModel, ModelShape, str]:
+    """As `_load_native`, with transformers' own code around our attention."""
+    architecture, known = checkpoint.architecture, ", ".join(ARCHITECTURES)
+    if not isinstance(checkpoint, SafetensorsCheckpoint):
+        raise ModelError(f"{checkpoint.path}: architecture {architecture} is not supported; {known} are")
+    try:
+        from kvern.engine.model.transformers_model import load_with_transformers
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"{checkpoint.path}: architecture {architecture} needs the Python package {error.name}, which is not "
+            f"installed; {known} do not"
+        ) from error
+    report(0.0, "loading with transformers")
+    loaded = load_with_transformers(checkpoint, dtype, device)
+    _warn_of_surplus(checkpoint.path, loaded.surplus)
+    return loaded.module, loaded.shape, loaded.identity
 
 
 def _open_checkpoint(path: Path) -> Checkpoint:
@@ -120,7 +150,6 @@ def _dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dty
 
 
 def _load_module(
-    model_class: type[CausalLM],
     config: ModelConfig,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
@@ -138,8 +167,8 @@ def _load_module(
             f"{checkpoint.path}: tensor {_HEAD} is missing, and the config does not tie it to the embedding"
         )
     with torch.device(device), _default_dtype(dtype):
-        module = model_class(replace(config, tie_word_embeddings=shared))
-    _fill(module, checkpoint, report)
+        module = CausalLM(replace(config, tie_word_embeddings=shared))
+    _fill(dict(_parts(module, config.fused_weights)), checkpoint, report)
     if config.tie_word_embeddings and torch.equal(module.lm_head.weight, module.model.embed_tokens.weight):
         module.tie()
     return module
@@ -155,9 +184,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _fill(module: nn.Module, checkpoint: Checkpoint, report: Progress) -> None:
+def _fill(wanted: dict[str, Tensor], checkpoint: Checkpoint, report: Progress) -> None:
     """Copy every tensor that the module is made of out of the checkpoint, one at a time."""
-    wanted = dict(_parts(module))
     for done, (name, destination) in enumerate(wanted.items()):
         report(done / len(wanted), f"loading {name}")
         source = checkpoint.tensor(name)
@@ -165,10 +193,9 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, report: Progress) -> None:
             expected = list(destination.shape)
             raise ModelError(f"{checkpoint.path}: tensor {name} is {list(source.shape)}; the config wants {expected}")
         destination.copy_(source)
-    report(1.0, "loaded")
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _parts(module: nn.Module, fused_weights: bool) -> Iterator[tuple[str, Tensor]]:
     """Return the tensors that a checkpoint stores, by its names, as views of the module's parameters."""
     seen: set[Tensor] = set()
     for path, layer in module.named_modules():
@@ -176,21 +203,17 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if parameter in seen:
                 continue
             seen.add(parameter)
-            if isinstance(layer, FusedLinear):
+            if isinstance(layer, Fused) and not fused_weights:
                 parent = path.rpartition(".")[0]
-                for part, rows in zip(layer.parts, parameter.split(list(layer.parts.values())), strict=True):
-                    yield f"{parent}.{part}.{name}", rows
+                yield from ((f"{parent}.{part}", view) for part, view in layer.parts_of(name))
             else:
                 yield f"{path}.{name}", parameter
 
 
-def _warn_of_surplus(checkpoint: Checkpoint) -> None:
-    surplus = checkpoint.unread()
-    if surplus:
-        shown = ", ".join(surplus[:5]) + (", ..." if len(surplus) > 5 else "")
-        logger.warning(
-            "%s: %d tensors are not part of the model and were left out: %s", checkpoint.path, len(surplus), shown
-        )
+def _warn_of_surplus(path: Path, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        logger.warning("%s: %d tensors are not part of the model and were left out: %s", path, len(names), shown)
 
 
 def _no_progress(share: float, what: str) -> None:

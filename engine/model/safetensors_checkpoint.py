@@ -19,6 +19,9 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
+_MIXTRAL = "MixtralForCausalLM"
+_MIXTRAL_NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3."}
+
 
 class SafetensorsCheckpoint:
     """Implements `Checkpoint`. Nothing is read from weights until asked for."""
@@ -50,9 +53,10 @@ class SafetensorsCheckpoint:
         return hf_end_tokens.eos_token_ids(self.path)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return self._own_name(name) in self._file_of
 
     def tensor(self, name: str) -> Tensor:
+        name = self._own_name(name)
         if name not in self._file_of:
             raise ModelError(f"{self.path}: tensor {name} is missing")
         self._read.add(name)
@@ -65,6 +69,17 @@ class SafetensorsCheckpoint:
 
     def unread(self) -> list[str]:
         return sorted(self._file_of.keys() - self._read)
+
+    def raw_config(self) -> dict[str, Any]:
+        """Return config.json as it is."""
+        return self._config
+
+    def _own_name(self, name: str) -> str:
+        """Return what this checkpoint calls a tensor."""
+        if self.architecture == _MIXTRAL:
+            for usual, own in _MIXTRAL_NAMES.items():
+                name = name.replace(usual, own)
+        return name
 
     def _locate_tensors(self) -> dict[str, Path]:
         """Return the file of each tensor. An index decides; without one there must be one file."""

@@ -7,6 +7,7 @@ The torch path runs on every device; it is written for CPUs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +28,19 @@ class AttentionMetadata:
 
 
 def plan_attention(
-    kv: Tensor, block_table: Tensor, cu_query_lens: Tensor, context_lens: Tensor, slot_mapping: Tensor
+    kv: Tensor,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    context_lens: Tensor,
+    slot_mapping: Tensor,
+    sliding_windows: Iterable[int | None] = (None,),
 ) -> AttentionMetadata:
     """Prepare a step for `write_kv` and `paged_attention`.
 
     block_table: [num_seqs, max_blocks] int32, unused entries unread; cu_query_lens: [num_seqs + 1] int32, where each
     sequence's queries begin; context_lens: [num_seqs] int32, tokens including this step's; slot_mapping: [num_tokens]
-    int64, block * block_size + offset for each token's KV, or -1 where it is in the cache already and not written.
+    int64, block * block_size + offset for each token's KV, or -1 where it is in the cache already and not written;
+    sliding_windows: all that layers will ask for, in tokens; repetitions are free.
     Raises ValueError for shapes or types that do not fit.
     """
     _check("kv", kv, 6, None)
@@ -48,7 +55,10 @@ def plan_attention(
             f"{len(block_table)} block tables, {len(context_lens)} context lengths and {len(cu_query_lens) - 1} "
             "sequences of queries must be as many"
         )
-    plan = cpu.plan(kv, block_table, cu_query_lens.tolist(), context_lens.tolist(), slot_mapping)
+    windows = set(sliding_windows)
+    if any(window is not None and window < 1 for window in windows):
+        raise ValueError(f"sliding windows are {sorted(map(str, windows))}; at least one token is needed")
+    plan = cpu.plan(kv, block_table, cu_query_lens.tolist(), context_lens.tolist(), slot_mapping, windows)
     return AttentionMetadata(num_tokens=len(slot_mapping), kv_shape=kv.shape, plan=plan)
 
 
@@ -65,11 +75,22 @@ def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, metadata: AttentionMe
     cpu.write_kv(kv, layer, k, v, metadata.plan)
 
 
-def paged_attention(q: Tensor, kv: Tensor, layer: int, metadata: AttentionMetadata, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Attend every query token over its sequence's KV of one layer, causally. Softmax is in float32.
 
     q: [num_tokens, num_heads, head_dim]. Returns the same shape. The last query of a sequence is its context's last
-    token. Raises ValueError if num_heads % num_kv_heads != 0, and for shapes or types that do not fit.
+    token. sliding_window: most tokens a query attends, its own among them, all where None. softcap: scores become
+    softcap * tanh(score / softcap). Raises ValueError if num_heads % num_kv_heads != 0, for a window that was not
+    planned, and for shapes or types that do not fit.
     """
     _check_against_plan(kv, metadata)
     num_kv_heads, head_dim = kv.shape[3], kv.shape[5]
@@ -77,7 +98,9 @@ def paged_attention(q: Tensor, kv: Tensor, layer: int, metadata: AttentionMetada
         raise ValueError(f"q is {_describe(q)}; [{metadata.num_tokens}, num_heads, {head_dim}] of {kv.dtype} is needed")
     if q.shape[1] % num_kv_heads:
         raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
-    return cpu.paged_attention(q, kv, layer, metadata.plan, scale)
+    if sliding_window not in metadata.plan.reaches:
+        raise ValueError(f"the step was not planned for a sliding window of {sliding_window}")
+    return cpu.paged_attention(q, kv, layer, metadata.plan, scale, sliding_window, softcap)
 
 
 def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> None:

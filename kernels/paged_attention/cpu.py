@@ -51,6 +51,17 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class _Reach:
+    """A step's sequences, cut to what one sliding window lets them attend."""
+
+    groups: tuple[_Group, ...]
+    chunks: tuple[_Chunk, ...]
+    mask: Tensor
+    """[_TILE, longest context of a chunk], 0 or -inf: of any tile, the mask is the lower right corner."""
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A step, ready to run for any layer. Rows count from the layer's first element on."""
 
@@ -58,42 +69,75 @@ class Plan:
     """Tokens whose KV is stored. None: all."""
     write_rows: Tensor
     """[num_written * num_kv_heads] rows of head_dim elements that the keys go to."""
-    groups: tuple[_Group, ...]
-    chunks: tuple[_Chunk, ...]
-    causal_mask: Tensor
-    """[_TILE, longest context of a chunk], 0 or -inf: of any tile, the mask is the lower right corner."""
+    reaches: dict[int | None, _Reach]
+    """By sliding window."""
     workspace: Tensor
     """[rows, block_size * head_dim] for what is gathered. One allocation a step: fresh memory costs page faults."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is the same for all sequences of one layer."""
+
+    rows: Tensor
+    """The layer's memory in rows of block_size * head_dim elements."""
+    workspace: Tensor
+    num_kv_heads: int
+    scale: float
+    softcap: float | None
+
+    def gather(self, kv_rows: Tensor) -> Tensor:
+        return torch.index_select(self.rows, 0, kv_rows, out=self.workspace[: len(kv_rows)])
+
+
 def plan(
-    kv: Tensor, block_table: Tensor, query_starts: list[int], context_lens: list[int], slot_mapping: Tensor
+    kv: Tensor,
+    block_table: Tensor,
+    query_starts: list[int],
+    context_lens: list[int],
+    slot_mapping: Tensor,
+    windows: set[int | None],
 ) -> Plan:
     """Prepare a step. query_starts has one more item than there are sequences; the rest is as in the launcher."""
-    block_size, head_dim = kv.shape[4:]
-    num_blocks = [-(-length // block_size) for length in context_lens]
+    written = None if bool((slot_mapping >= 0).all()) else (slot_mapping >= 0).nonzero().flatten()
+    slots = slot_mapping if written is None else slot_mapping[written]
+    reaches = {window: _plan_reach(kv, block_table, query_starts, context_lens, window) for window in windows}
+    gathered = [group.kv_rows for reach in reaches.values() for group in reach.groups]
+    gathered += [chunk.kv_rows for reach in reaches.values() for chunk in reach.chunks]
+    return Plan(
+        written=written,
+        write_rows=_write_rows(kv, slots),
+        reaches=reaches,
+        workspace=kv.new_empty(max(map(len, gathered)), kv.shape[4] * kv.shape[5]),
+    )
+
+
+def _plan_reach(
+    kv: Tensor, block_table: Tensor, query_starts: list[int], context_lens: list[int], window: int | None
+) -> _Reach:
+    """Plan for one window. Blocks that no query of a sequence reaches are left out, as if its context began later."""
+    block_size = kv.shape[4]
+    first_blocks = [0] * len(context_lens)
+    if window is not None:
+        for sequence, length in enumerate(context_lens):
+            first_query = length - (query_starts[sequence + 1] - query_starts[sequence])
+            first_blocks[sequence] = max(0, first_query - window + 1) // block_size
+        context_lens = [length - first * block_size for length, first in zip(context_lens, first_blocks, strict=True)]
+    blocks = [-(-length // block_size) for length in context_lens]
     decodes, chunks = [], []
     for sequence, (begin, end) in enumerate(pairwise(query_starts)):
         if end - begin == 1:
             decodes.append(sequence)
         else:
-            rows = _gather_rows(kv, block_table[sequence : sequence + 1, : num_blocks[sequence]])
-            chunks.append(_Chunk(begin, end, context_lens[sequence], rows))
-    groups = [
-        _plan_group(kv, block_table, members, query_starts, context_lens)
-        for members in _alike(decodes, num_blocks, kv[0, 0].numel() * kv.element_size())
-    ]
-    is_written = slot_mapping >= 0
-    written = None if bool(is_written.all()) else is_written.nonzero().flatten()
-    most_rows = max(len(rows) for rows in [group.kv_rows for group in groups] + [chunk.kv_rows for chunk in chunks])
-    return Plan(
-        written=written,
-        write_rows=_write_rows(kv, slot_mapping[is_written]),
-        groups=tuple(groups),
-        chunks=tuple(chunks),
-        causal_mask=_causal_mask(max((chunk.context_len for chunk in chunks), default=_TILE), kv),
-        workspace=kv.new_empty(most_rows, block_size * head_dim),
+            first = first_blocks[sequence]
+            table = block_table[sequence : sequence + 1, first : first + blocks[sequence]]
+            chunks.append(_Chunk(begin, end, context_lens[sequence], _gather_rows(kv, table)))
+    groups = tuple(
+        _plan_group(kv, block_table, members, query_starts, context_lens, first_blocks, window)
+        for members in _alike(decodes, blocks, kv[0, 0].numel() * kv.element_size())
     )
+    longest = max((chunk.context_len for chunk in chunks), default=_TILE)
+    return _Reach(groups, tuple(chunks), _causal_mask(longest, window, kv), window)
 
 
 def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
@@ -106,48 +150,60 @@ def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
         rows.index_copy_(0, plan.write_rows, values.reshape(-1, head_dim))
 
 
-def paged_attention(q: Tensor, kv: Tensor, layer: int, plan: Plan, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor, kv: Tensor, layer: int, plan: Plan, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     """Attend one layer. Shapes as in the launcher."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    rows = _rows(kv, layer, 0, plan.workspace.shape[1])
-    for group in plan.groups:
-        _attend_group(q, rows, group, plan.workspace, kv.shape[3], scale, out)
-    for chunk in plan.chunks:
-        _attend_chunk(q, rows, chunk, plan, kv.shape[3], scale, out)
+    call = _Call(_rows(kv, layer, 0, plan.workspace.shape[1]), plan.workspace, kv.shape[3], scale, softcap)
+    reach = plan.reaches[window]
+    for group in reach.groups:
+        _attend_group(q, group, call, out)
+    for chunk in reach.chunks:
+        _attend_chunk(q, chunk, reach, call, out)
     return out
 
 
-def _attend_group(
-    q: Tensor, rows: Tensor, group: _Group, workspace: Tensor, num_kv_heads: int, scale: float, out: Tensor
-) -> None:
+def _attend_group(q: Tensor, group: _Group, call: _Call, out: Tensor) -> None:
     """Query heads that share a KV head stand as queries of that head."""
     size, num_heads, head_dim = len(group.tokens), q.shape[1], q.shape[2]
-    gathered = torch.index_select(rows, 0, group.kv_rows, out=workspace[: len(group.kv_rows)]).view(-1, head_dim)
+    gathered = call.gather(group.kv_rows).view(-1, head_dim)
     gathered.index_fill_(0, group.hidden_rows, 0)
-    keys, values = gathered.view(2, size, num_kv_heads, -1, head_dim)
-    queries = q.index_select(0, group.tokens).view(size, num_kv_heads, -1, head_dim)
-    attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
+    keys, values = gathered.view(2, size, call.num_kv_heads, -1, head_dim)
+    queries = q.index_select(0, group.tokens).view(size, call.num_kv_heads, -1, head_dim)
+    attended = _attend(queries, keys, values, group.mask, call)
     out.index_copy_(0, group.tokens, attended.reshape(size, num_heads, head_dim))
 
 
-def _attend_chunk(
-    q: Tensor, rows: Tensor, chunk: _Chunk, plan: Plan, num_kv_heads: int, scale: float, out: Tensor
-) -> None:
-    """Each tile of queries sees the context up to its own last token."""
-    gathered = torch.index_select(rows, 0, chunk.kv_rows, out=plan.workspace[: len(chunk.kv_rows)])
-    keys, values = gathered.view(2, 1, num_kv_heads, -1, q.shape[2])
+def _attend_chunk(q: Tensor, chunk: _Chunk, reach: _Reach, call: _Call, out: Tensor) -> None:
+    """Each tile of queries sees the context from what its first token reaches up to its own last token."""
+    keys, values = call.gather(chunk.kv_rows).view(2, 1, call.num_kv_heads, -1, q.shape[2])
     for begin in range(chunk.begin, chunk.end, _TILE):
         end = min(begin + _TILE, chunk.end)
-        visible = chunk.context_len - (chunk.end - end)
-        attended = functional.scaled_dot_product_attention(
-            q[begin:end].transpose(0, 1)[None],
-            keys[:, :, :visible],
-            values[:, :, :visible],
-            attn_mask=plan.causal_mask[begin - end :, -visible:],
-            scale=scale,
-            enable_gqa=True,
-        )
+        last = chunk.context_len - (chunk.end - end)
+        first = 0 if reach.window is None else max(0, last - (end - begin) - reach.window + 1)
+        mask = reach.mask[begin - end :, first - last :]
+        queries = q[begin:end].transpose(0, 1)[None]
+        attended = _attend(queries, keys[:, :, first:last], values[:, :, first:last], mask, call)
         out[begin:end] = attended[0].transpose(0, 1)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, call: _Call) -> Tensor:
+    """Return softmax(queries @ keys * scale + mask) @ values, scores capped where there is a cap.
+
+    queries: [batch, num_heads, num_queries, head_dim]; keys, values: [batch, num_kv_heads, num_keys, head_dim];
+    mask: what broadcasts to [batch, num_heads, num_queries, num_keys].
+    """
+    if call.softcap is None:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=call.scale, enable_gqa=queries.shape[1] != keys.shape[1]
+        )
+    size, num_heads, num_queries, head_dim = queries.shape
+    grouped = queries.reshape(size, keys.shape[1], -1, head_dim)
+    products = (grouped @ keys.transpose(-1, -2)).to(torch.float32)
+    scores = products.mul_(call.scale / call.softcap).tanh_().mul_(call.softcap)
+    weights = (scores.view(size, num_heads, num_queries, -1) + mask).softmax(dim=-1).to(values.dtype)
+    return (weights.view(products.shape) @ values).view(queries.shape)
 
 
 def _alike(sequences: list[int], blocks: list[int], bytes_per_block: int) -> Iterator[list[int]]:
@@ -165,19 +221,28 @@ def _alike(sequences: list[int], blocks: list[int], bytes_per_block: int) -> Ite
 
 
 def _plan_group(
-    kv: Tensor, block_table: Tensor, members: list[int], query_starts: list[int], context_lens: list[int]
+    kv: Tensor,
+    block_table: Tensor,
+    members: list[int],
+    query_starts: list[int],
+    context_lens: list[int],
+    first_blocks: list[int],
+    window: int | None,
 ) -> _Group:
     device, (num_kv_heads, block_size) = kv.device, kv.shape[3:5]
-    lengths = torch.tensor([context_lens[member] for member in members], device=device)[:, None]
+    lengths, first = torch.tensor(
+        [[context_lens[member] for member in members], [first_blocks[member] for member in members]], device=device
+    )[..., None]
     num_blocks = -(-context_lens[members[0]] // block_size)
     positions = torch.arange(num_blocks * block_size, device=device)
-    table = block_table[torch.tensor(members, device=device), :num_blocks]
-    table = torch.where(positions[::block_size] < lengths, table, table[:, :1])
-    hidden = positions >= lengths
+    columns = torch.where(positions[::block_size] < lengths, first + torch.arange(num_blocks, device=device), first)
+    table = block_table[torch.tensor(members, device=device)[:, None], columns]
+    past = positions >= lengths
     in_last_block = positions < (lengths + block_size - 1) // block_size * block_size
-    sequence, position = (hidden & in_last_block).nonzero(as_tuple=True)
+    sequence, position = (past & in_last_block).nonzero(as_tuple=True)
     heads = torch.arange(num_kv_heads, device=device)[:, None]
     key_rows = (sequence * num_kv_heads + heads) * len(positions) + position
+    hidden = past if window is None else past | (positions < lengths - window)
     mask = torch.zeros(hidden.shape, dtype=kv.dtype, device=device).masked_fill_(hidden, float("-inf"))
     return _Group(
         tokens=torch.tensor([query_starts[member] for member in members], device=device),
@@ -208,8 +273,9 @@ def _rows(kv: Tensor, layer: int, part: int, width: int) -> Tensor:
     return kv.as_strided(((kv.numel() - skipped) // width, width), (width, 1), kv.storage_offset() + skipped)
 
 
-def _causal_mask(length: int, like: Tensor) -> Tensor:
-    """Return [_TILE, length] where the last query sees everything, each one before it one token less."""
+def _causal_mask(length: int, window: int | None, like: Tensor) -> Tensor:
+    """Return [_TILE, length] where the last query sees everything in its window, each one before it one token less."""
     length = max(length, _TILE)
     mask = torch.full((_TILE, length), float("-inf"), dtype=like.dtype, device=like.device)
-    return mask.triu_(length - _TILE + 1)
+    future = mask.triu(length - _TILE + 1)
+    return future if window is None else future + mask.tril(length - _TILE - window)

@@ -24,9 +24,12 @@ def paged_attention(
     cu_query_lens: Tensor,
     context_lens: Tensor,
     scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return softmax(q @ k * scale) @ v for each query over the tokens up to its own, in float64.
 
+    With a sliding window, only over that many last ones. With a softcap, scores are softcap * tanh(score / softcap).
     Shapes are those of the launcher. Returns [num_tokens, num_heads, head_dim] float64.
     """
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -36,7 +39,8 @@ def paged_attention(
         keys, values = _gather(kv[:, layer], block_table[sequence].tolist(), context_len)
         for token in range(begin, end):
             visible = context_len - (end - 1 - token)
-            out[token] = _attend(q[token], keys[:visible], values[:visible], scale)
+            first = 0 if sliding_window is None else max(0, visible - sliding_window)
+            out[token] = _attend(q[token], keys[first:visible], values[first:visible], scale, softcap)
     return out
 
 
@@ -48,12 +52,14 @@ def _gather(kv: Tensor, block_ids: list[int], context_len: int) -> tuple[Tensor,
     return tokens[:, 0], tokens[:, 1]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
     """Attend one token's query heads: [num_heads, head_dim]. Neighbouring heads share a KV head."""
     group_size = q.shape[0] // keys.shape[1]
     heads = []
     for head, query in enumerate(q.to(torch.float64)):
         kv_head = head // group_size
-        weights = torch.softmax(keys[:, kv_head] @ query * scale, dim=0)
-        heads.append(weights @ values[:, kv_head])
+        scores = keys[:, kv_head] @ query * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        heads.append(torch.softmax(scores, dim=0) @ values[:, kv_head])
     return torch.stack(heads)

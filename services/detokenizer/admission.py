@@ -7,11 +7,11 @@ from kvern.services.runtime.text import check_token_ids
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
 
-def to_add_request(request: inference_pb2.GenerateRequest, info: replica_pb2.EngineInfo) -> engine_pb2.AddRequest:
+def to_add_request(serve: replica_pb2.ServeRequest, info: replica_pb2.EngineInfo) -> engine_pb2.AddRequest:
     """Check a request against the engine's limits and convert it. Raises InvalidArgument."""
+    request = serve.request
     token_ids = request.token_ids.ids
-    check_token_ids("token_ids.ids", token_ids, info.vocab_size)
-    check_token_ids("stopping.stop_token_ids", request.stopping.stop_token_ids, info.vocab_size)
+    _check_vocabulary(serve, info.vocab_size)
     add = engine_pb2.AddRequest(
         prompt_token_ids=token_ids,
         sampling=request.sampling,
@@ -19,10 +19,24 @@ def to_add_request(request: inference_pb2.GenerateRequest, info: replica_pb2.Eng
         cache=request.cache,
         priority=request.priority,
         adapter=request.adapter,
+        constraint=request.constraint if request.HasField("constraint") else None,
+        bad_words=serve.bad_words,
     )
+    add.sampling.ClearField("bad_words")
     add.stopping.ClearField("stop")
     add.stopping.max_tokens = _max_tokens(len(token_ids), request.stopping, info.max_model_len)
     return add
+
+
+def _check_vocabulary(serve: replica_pb2.ServeRequest, vocab_size: int) -> None:
+    sampling, stopping = serve.request.sampling, serve.request.stopping
+    check_token_ids("token_ids.ids", serve.request.token_ids.ids, vocab_size)
+    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
+    for token_id in sampling.logit_bias:
+        if token_id >= vocab_size:
+            message = f"the token id must be below the vocabulary's size, {vocab_size}"
+            raise InvalidArgument(f"sampling.logit_bias[{token_id}]", message)
 
 
 def _max_tokens(num_prompt_tokens: int, stopping: inference_pb2.Stopping, max_model_len: int) -> int:
@@ -33,6 +47,9 @@ def _max_tokens(num_prompt_tokens: int, stopping: inference_pb2.Stopping, max_mo
             "prompt", f"{num_prompt_tokens} tokens, the limit is {max_model_len} with at least one token of output"
         )
     if not stopping.HasField("max_tokens"):
+        if stopping.min_tokens > room:
+            message = f"must be at most {room}, what the context holds after the prompt, got {stopping.min_tokens}"
+            raise InvalidArgument("stopping.min_tokens", message)
         return room
     if stopping.max_tokens > room:
         raise InvalidArgument(

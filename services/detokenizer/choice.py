@@ -16,6 +16,8 @@ class Choice:
     index: int
     decoder: IncrementalDecoder
     matcher: StopStringMatcher
+    min_tokens: int = 0
+    """No stop string that is complete before the choice has this many tokens ends it."""
     num_tokens: int = 0
     text_bytes: int = 0
     """Bytes of text sent, in UTF-8."""
@@ -24,6 +26,8 @@ class Choice:
     first_token_at: float | None = None
     """Of time.monotonic()."""
     is_finished: bool = False
+    is_aborted: bool = False
+    """Whether the engine was told to drop it."""
 
     @property
     def matched_stop(self) -> str | None:
@@ -39,7 +43,7 @@ class Choice:
             if self.matched_stop is not None:
                 break
             self._count([token_id])
-            text += self.matcher.push(self.decoder.push([token_id]))
+            text += self._match(self.decoder.push([token_id]))
         return text
 
     def push_hidden(self, token_id: int) -> None:
@@ -53,6 +57,9 @@ class Choice:
             return ""
         text = self.matcher.push(self.decoder.finish())
         return text if self.matched_stop is not None else text + self.matcher.finish()
+
+    def _match(self, text: str) -> str:
+        return self.matcher.pass_over(text) if self.num_tokens < self.min_tokens else self.matcher.push(text)
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.num_tokens += len(token_ids)

@@ -44,8 +44,9 @@ class News:
 class EngineRequest:
     """One request in the engine. News gathers until it is taken."""
 
-    def __init__(self, request_id: int, num_choices: int) -> None:
+    def __init__(self, request_id: int, num_choices: int, send: Callable[[engine_pb2.ConnectRequest], None]) -> None:
         self.id = request_id
+        self._send = send
         self._num_running = num_choices
         self._news = News()
         self._error: ServiceError | None = None
@@ -64,6 +65,11 @@ class EngineRequest:
             raise self._error
         news, self._news = self._news, News()
         return news
+
+    def abort_choice(self, index: int) -> None:
+        """Have the engine drop one choice that it has not ended. It says nothing more of it."""
+        self._num_running -= 1
+        self._send(engine_pb2.ConnectRequest(abort=engine_pb2.AbortRequest(id=self.id, choice=index)))
 
     def add_tokens(self, choice: int, token_ids: list[int], now: float) -> None:
         known = self._news.token_ids.get(choice)
@@ -118,7 +124,7 @@ class EngineClient:
         """Send a request to the engine; its id is set here. Raises Unavailable while there is no engine to read it."""
         if self._commands is None or self._commands.qsize() >= MAX_UNSENT_COMMANDS:
             raise Unavailable("the engine is away")
-        request = EngineRequest(next(self._ids), num_choices)
+        request = EngineRequest(next(self._ids), num_choices, self._commands.put_nowait)
         add.id = request.id
         self._requests[request.id] = request
         self._commands.put_nowait(engine_pb2.ConnectRequest(add=add))

@@ -37,8 +37,18 @@ class Generation:
         """Yield Started at once, the rest as news comes. Raises Unavailable, InvalidArgument if the engine refuses."""
         yield self._started()
         while not all(choice.is_finished for choice in self._choices):
-            for frame in self._take(await engine_request.next_news()):
+            news = await engine_request.next_news()
+            for frame in self._take(news):
                 yield frame
+            self._abort_stopped(news, engine_request)
+
+    def _abort_stopped(self, news: News, engine_request: EngineRequest) -> None:
+        """Have the engine drop the choices whose text has come to a stop string."""
+        for index in news.token_ids.keys() - news.ended.keys():
+            choice = self._choices[index]
+            if choice.matched_stop is not None and not choice.is_aborted:
+                choice.is_aborted = True
+                engine_request.abort_choice(index)
 
     def _new_choice(self, index: int, decoders: DecoderFactory) -> Choice:
         stopping = self._request.stopping
@@ -46,6 +56,7 @@ class Generation:
             index,
             decoders.create(skip_special_tokens=self._skips_special),
             StopStringMatcher(stopping.stop, include_stop=stopping.include_stop),
+            min_tokens=stopping.min_tokens,
         )
 
     def _take(self, news: News) -> Iterator[replica_pb2.ServeResponse]:

@@ -14,7 +14,7 @@ from kvern.services.detokenizer.engine_client import EngineClient
 from kvern.services.detokenizer.generation import Generation
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
 from kvern.services.runtime.errors import ResourceExhausted, Unavailable
-from kvern.v1 import inference_pb2, replica_pb2, replica_pb2_grpc
+from kvern.v1 import replica_pb2, replica_pb2_grpc
 
 RETRY_AFTER_S = 1.0
 """What a client is told to wait when all streams are taken."""
@@ -44,7 +44,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServiceServicer):
             raise ResourceExhausted(f"all {self._max_streams} streams are taken", retry_after_s=RETRY_AFTER_S)
         self._num_streams += 1
         try:
-            async with aclosing(self._generate(request.request, arrived_at)) as frames:
+            async with aclosing(self._generate(request, arrived_at)) as frames:
                 async for frame in frames:
                     yield frame
         finally:
@@ -68,13 +68,13 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServiceServicer):
         return replica_pb2.REPLICA_STATE_READY
 
     async def _generate(
-        self, request: inference_pb2.GenerateRequest, arrived_at: float
+        self, serve: replica_pb2.ServeRequest, arrived_at: float
     ) -> AsyncGenerator[replica_pb2.ServeResponse, None]:
         info = self._engine.info
         if info is None:
             raise Unavailable("the engine is away")
-        generation = Generation(request, info.model, self._decoders, arrived_at)
-        engine_request = self._engine.submit(to_add_request(request, info), generation.num_choices)
+        generation = Generation(serve.request, info.model, self._decoders, arrived_at)
+        engine_request = self._engine.submit(to_add_request(serve, info), generation.num_choices)
         try:
             async for frame in generation.frames(engine_request):
                 yield frame

@@ -33,7 +33,16 @@ class StopStringMatcher:
             if self._advance(char):
                 return self._cut(self._held + text[:position])
         self._held += text
-        return self._release(len(self._held) - max(pattern.num_matched for pattern in self._patterns))
+        return self._release(len(self._held) - self._num_held())
+
+    def pass_over(self, text: str) -> str:
+        """Take text that no stop string may end: one that is complete in it is text. Return what may be shown now."""
+        for char in text:
+            if self._advance(char):
+                for pattern in self._patterns:
+                    pattern.pass_match()
+        self._held += text
+        return self._release(len(self._held) - self._num_held())
 
     def finish(self) -> str:
         """Return what was held back, now that no text follows."""
@@ -49,6 +58,9 @@ class StopStringMatcher:
         self.matched = max((p.text for p in self._patterns if p.num_matched == len(p.text)), key=len)
         self._held = ""
         return text if self._include_stop else text.removesuffix(self.matched)
+
+    def _num_held(self) -> int:
+        return max(pattern.num_matched for pattern in self._patterns)
 
     def _release(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
@@ -72,6 +84,11 @@ class _Pattern:
         if self.text[self.num_matched] == char:
             self.num_matched += 1
         return self.num_matched == len(self.text)
+
+    def pass_match(self) -> None:
+        """Go on after a whole match, if there is one, which may end with the beginning of the next."""
+        if self.num_matched == len(self.text):
+            self.num_matched = self._borders[-1]
 
 
 def _borders(text: str) -> list[int]:

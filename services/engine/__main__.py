@@ -12,7 +12,8 @@ import structlog
 from kvern.engine.errors import EngineError
 from kvern.engine.startup import Engine
 from kvern.services.engine.engine_thread import EngineThread
-from kvern.services.engine.servicer import EngineServicer
+from kvern.services.engine.grammars import Grammars
+from kvern.services.engine.servicer import EngineServicer, ServedEngine
 from kvern.services.engine.settings import EngineSettings
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.process import run_service
@@ -65,11 +66,14 @@ async def main(settings: EngineSettings) -> None:
         engine = thread.loaded.result()
         for line in engine.capacity.lines():
             _log.info(line)
-        servicer.start_serving(thread, engine_info(engine, settings.served_model_name or source.name))
+        info = engine_info(engine, settings.served_model_name or source.name)
+        grammars = Grammars(source, engine)
+        servicer.start_serving(ServedEngine(thread, info, grammars))
         server.set_ready(True)
         await _first_of(thread.ended, stop)
         if thread.ended.done():
             thread.ended.result()  # raises what the engine died of
+    await grammars.close()
     await thread.stop()
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
 from kvern.engine.errors import RequestRefused
-from kvern.engine.plan import ChoiceEnded, Load
+from kvern.engine.grammar import Grammar
+from kvern.engine.plan import ChoiceEnded, Load, PromptLogprobs, TokenLogprobs
 from kvern.engine.request import CacheParams, FinishReason, Request, SamplingParams, StoppingParams
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
@@ -14,38 +20,95 @@ _REASONS = {
     FinishReason.ERROR: inference_pb2.FINISH_REASON_ERROR,
 }
 
+MAX_PIECE_BYTES = 2**20
+"""Of prompt log-probabilities in one message."""
 
-def to_request(
-    add: engine_pb2.AddRequest, *, request_id: int, arrival: int, default_seed: int, vocab_size: int
-) -> Request:
-    """Build the engine's request.
+_MAX_PIECE_HEADER_BYTES = 18
+_MAX_ITEM_HEADER_BYTES = 6
+"""What id and start take, and the field number and length of an item."""
+
+
+def to_requests(
+    add: engine_pb2.AddRequest,
+    *,
+    request_ids: Sequence[int],
+    default_seed: int,
+    vocab_size: int,
+    grammar: Grammar | None = None,
+) -> list[Request]:
+    """Build the engine's requests, one for each choice, in order; `request_ids` are theirs and increase.
 
     Ranges were checked at the front door. Only what would bring the whole engine down is checked again: raises
-    RequestRefused for a prompt without tokens, or with one that the model does not have.
+    RequestRefused for a prompt without tokens, and for token ids that the model does not have.
     """
     prompt = list(add.prompt_token_ids)
     if not prompt:
         raise RequestRefused("token_ids", "the prompt has no tokens")
-    if max(prompt) >= vocab_size:
-        raise RequestRefused("token_ids", f"token id {max(prompt)} is not below the vocabulary's size, {vocab_size}")
-    return Request(
-        request_id=request_id,
-        token_ids=prompt,
-        num_prompt_tokens=len(prompt),
-        sampling=_sampling(add.sampling, default_seed),
-        stopping=_stopping(add.stopping),
-        cache=CacheParams(add.cache.salt, add.cache.no_store, add.cache.bypass),
-        priority=add.priority,
-        arrival=arrival,
+    _check_token_ids(add, vocab_size)
+    stopping, sampling = _stopping(add.stopping), _sampling(add, default_seed)
+    requests: list[Request] = []
+    for choice, request_id in enumerate(request_ids):
+        request = Request(
+            request_id=request_id,
+            token_ids=prompt.copy(),
+            num_prompt_tokens=len(prompt),
+            sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)),
+            stopping=stopping,
+            cache=CacheParams(add.cache.salt, add.cache.no_store, add.cache.bypass),
+            prompt_logprobs=add.prompt_logprobs if choice == 0 and add.HasField("prompt_logprobs") else None,
+            priority=add.priority,
+            arrival=request_ids[0],
+            choice=choice,
+            grammar=None if grammar is None else grammar.start(),
+            fork_of=requests[0] if requests else None,
+        )
+        requests.append(request)
+    return requests
+
+
+def num_choices(add: engine_pb2.AddRequest) -> int:
+    return add.sampling.n if add.sampling.HasField("n") else 1
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Return the seed of a choice: the request's for choice 0, a 64-bit hash of both for others.
+
+    So choice i of a request is what a request of its own with this seed would give.
+    """
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(struct.pack("<QI", seed, choice), digest_size=8).digest(), "little")
+
+
+def _check_token_ids(add: engine_pb2.AddRequest, vocab_size: int) -> None:
+    given: tuple[tuple[str, Iterable[int]], ...] = (
+        ("token_ids", add.prompt_token_ids),
+        ("sampling.logit_bias", add.sampling.logit_bias),
+        ("sampling.allowed_token_ids", add.sampling.allowed_token_ids),
+        ("sampling.bad_words", (token_id for word in add.bad_words for token_id in word.ids)),
+        ("stopping.stop_token_ids", add.stopping.stop_token_ids),
     )
+    for field, token_ids in given:
+        greatest = max(token_ids, default=0)
+        if greatest >= vocab_size:
+            raise RequestRefused(field, f"token id {greatest} is not below the vocabulary's size, {vocab_size}")
 
 
-def _sampling(sampling: inference_pb2.Sampling, default_seed: int) -> SamplingParams:
+def _sampling(add: engine_pb2.AddRequest, default_seed: int) -> SamplingParams:
+    sampling = add.sampling
     return SamplingParams(
         temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
         top_k=sampling.top_k,
         seed=sampling.seed if sampling.HasField("seed") else default_seed,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in add.bad_words if word.ids),
+        logprobs=add.logprobs if add.HasField("logprobs") else None,
     )
 
 
@@ -54,13 +117,39 @@ def _stopping(stopping: inference_pb2.Stopping) -> StoppingParams:
         max_tokens=stopping.max_tokens,
         stop_token_ids=frozenset(stopping.stop_token_ids),
         ignore_eos=stopping.ignore_eos,
+        min_tokens=stopping.min_tokens,
     )
 
 
-def to_choice_end(ended: ChoiceEnded, stream_id: int) -> engine_pb2.ChoiceEnd:
+def to_token_logprobs(logprobs: TokenLogprobs, entry: int = 0) -> engine_pb2.EngineTokenLogprobs:
+    return engine_pb2.EngineTokenLogprobs(
+        entry=entry,
+        logprob=logprobs.logprob,
+        rank=logprobs.rank,
+        top_ids=logprobs.top_ids,
+        top_logprobs=logprobs.top_logprobs,
+    )
+
+
+def to_prompt_logprobs(told: PromptLogprobs, stream_id: int) -> Iterator[engine_pb2.EnginePromptLogprobs]:
+    """Cut one step's items into messages of at most MAX_PIECE_BYTES, or of one item."""
+    piece, num_bytes = engine_pb2.EnginePromptLogprobs(id=stream_id, start=told.start), 0
+    for position, logprobs in enumerate(told.items, start=told.start):
+        item = to_token_logprobs(logprobs)
+        item_bytes = item.ByteSize() + _MAX_ITEM_HEADER_BYTES
+        if piece.items and num_bytes + item_bytes > MAX_PIECE_BYTES - _MAX_PIECE_HEADER_BYTES:
+            yield piece
+            piece, num_bytes = engine_pb2.EnginePromptLogprobs(id=stream_id, start=position), 0
+        piece.items.append(item)
+        num_bytes += item_bytes
+    if piece.items:
+        yield piece
+
+
+def to_choice_end(ended: ChoiceEnded, stream_id: int, choice: int) -> engine_pb2.ChoiceEnd:
     return engine_pb2.ChoiceEnd(
         id=stream_id,
-        index=ended.choice,
+        index=choice,
         reason=_REASONS[ended.reason],
         stop_token_id=ended.stop_token_id,
         preemptions=ended.preemptions,

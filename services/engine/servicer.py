@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, NamedTuple
 
 import grpc
@@ -12,9 +13,19 @@ import structlog
 
 from kvern.engine.core import Abort, Add, Output, Refused
 from kvern.engine.errors import RequestRefused
-from kvern.engine.plan import StepResult
-from kvern.services.engine.convert import to_choice_end, to_load, to_request
+from kvern.engine.grammar import Grammar
+from kvern.engine.plan import PromptLogprobs, StepResult, TokenLogprobs
+from kvern.services.engine.convert import (
+    MAX_PIECE_BYTES,
+    num_choices,
+    to_choice_end,
+    to_load,
+    to_prompt_logprobs,
+    to_requests,
+    to_token_logprobs,
+)
 from kvern.services.engine.engine_thread import EngineThread
+from kvern.services.engine.grammars import Grammars
 from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2
 
 _log = structlog.get_logger("kvern.engine")
@@ -22,24 +33,59 @@ _log = structlog.get_logger("kvern.engine")
 
 class Stream:
     """One Connect call: its requests, and what is to be written to it. While a message is being written, what the next
-    steps bring merges into one."""
+    steps bring merges into one, or into several where prompt log-probabilities would make it too large."""
 
     def __init__(self) -> None:
-        self.engine_ids: dict[int, int] = {}
-        """Stream's id to engine-wide id, of requests that have not ended."""
+        self.engine_ids: dict[int, dict[int, int]] = {}
+        """Stream's id to choice to engine-wide id, of choices that have not ended."""
+        self._compiling: dict[int, asyncio.Task[None]] = {}
+        """By stream's id: requests that have not reached the engine, for their grammar is being compiled."""
         self.ended = False
-        self.error: Exception | None = None
-        self._pending: engine_pb2.StepOutput | None = None
+        self.error: BaseException | None = None
+        self._pending: deque[engine_pb2.StepOutput] = deque()
+        self._prompt_bytes = 0
+        """Of prompt log-probabilities in the last pending output."""
         self._wake = asyncio.Event()
 
     def pending(self) -> engine_pb2.StepOutput:
         """Return the output being gathered, to be added to."""
-        if self._pending is None:
-            self._pending = engine_pb2.StepOutput()
-            self._wake.set()
-        return self._pending
+        return self._pending[-1] if self._pending else self._begin()
 
-    def end(self, error: Exception | None = None) -> None:
+    def add_token(self, stream_id: int, choice: int, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        pending = self.pending()
+        if logprobs is not None:
+            pending.logprobs.append(to_token_logprobs(logprobs, entry=len(pending.token_ids)))
+        if choice or pending.choices:
+            # The column is left out as long as it would be all zeros.
+            pending.choices.extend([0] * (len(pending.ids) - len(pending.choices)))
+            pending.choices.append(choice)
+        pending.ids.append(stream_id)
+        pending.token_ids.append(token_id)
+
+    def add_prompt_logprobs(self, stream_id: int, told: PromptLogprobs) -> None:
+        for piece in to_prompt_logprobs(told, stream_id):
+            pending, num_bytes = self.pending(), piece.ByteSize()
+            if pending.prompt_logprobs and self._prompt_bytes + num_bytes > MAX_PIECE_BYTES:
+                pending = self._begin()
+            pending.prompt_logprobs.append(piece)
+            self._prompt_bytes += num_bytes
+
+    def compile(self, stream_id: int, work: Coroutine[Any, Any, None]) -> None:
+        """Run what compiles a request's grammar and hands it on. What it raises ends the stream."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._compiling.pop(stream_id, None)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.end(error)
+
+        self._compiling[stream_id] = task = asyncio.create_task(work)
+        task.add_done_callback(done)
+
+    def stop_compiling(self, stream_id: int) -> None:
+        if (task := self._compiling.get(stream_id)) is not None:
+            task.cancel()
+
+    def end(self, error: BaseException | None = None) -> None:
         self.ended, self.error = True, error
         self._wake.set()
 
@@ -49,8 +95,26 @@ class Stream:
         self._wake.clear()
         if self.error is not None:
             raise self.error
-        output, self._pending = self._pending, None
-        return None if self.ended else output
+        if self.ended:
+            return None
+        output = self._pending.popleft()
+        if self._pending:
+            self._wake.set()
+        return output
+
+    def _begin(self) -> engine_pb2.StepOutput:
+        self._pending.append(engine_pb2.StepOutput())
+        self._prompt_bytes = 0
+        self._wake.set()
+        return self._pending[-1]
+
+
+class Owner(NamedTuple):
+    """Whom one of the engine's requests belongs to."""
+
+    stream: Stream
+    stream_id: int
+    choice: int
 
 
 class ServedEngine(NamedTuple):
@@ -58,6 +122,7 @@ class ServedEngine(NamedTuple):
 
     thread: EngineThread
     info: replica_pb2.EngineInfo
+    grammars: Grammars
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
@@ -66,13 +131,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._numbers = itertools.count(1)
-        self._owners: dict[int, tuple[Stream, int]] = {}
+        self._owners: dict[int, Owner] = {}
         self._streams: set[Stream] = set()
         self._ready: asyncio.Future[ServedEngine] = asyncio.get_running_loop().create_future()
 
-    def start_serving(self, engine: EngineThread, info: replica_pb2.EngineInfo) -> None:
+    def start_serving(self, engine: ServedEngine) -> None:
         """Let streams begin. Those that came while the model was loading have waited."""
-        self._ready.set_result(ServedEngine(engine, info))
+        self._ready.set_result(engine)
 
     async def Connect(
         self, request_iterator: AsyncIterator[engine_pb2.ConnectRequest], context: grpc.aio.ServicerContext[Any, Any]
@@ -98,36 +163,60 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 if command.HasField("add"):
                     self._add(engine, stream, command.add)
                 elif command.HasField("abort"):
-                    self._abort(engine, stream, command.abort.id)
+                    self._abort(engine, stream, command.abort.id, _choice(command.abort))
         except Exception as error:
             stream.end(error)
         else:
             stream.end()
 
     def _add(self, engine: ServedEngine, stream: Stream, add: engine_pb2.AddRequest) -> None:
-        number = next(self._numbers)
         if add.id in stream.engine_ids:
             raise ValueError(f"id {add.id} is in use on this stream")
-        stream.engine_ids[add.id] = number
-        self._owners[number] = (stream, add.id)
+        numbers = {choice: next(self._numbers) for choice in range(num_choices(add))}
+        stream.engine_ids[add.id] = numbers.copy()
+        for choice, number in numbers.items():
+            self._owners[number] = Owner(stream, add.id, choice)
+        if add.HasField("constraint"):
+            stream.compile(add.id, self._compile_and_start(engine, add, numbers))
+        else:
+            self._start(engine, add, numbers, None)
+
+    async def _compile_and_start(
+        self, engine: ServedEngine, add: engine_pb2.AddRequest, numbers: dict[int, int]
+    ) -> None:
         try:
-            request = to_request(
+            grammar = await engine.grammars.compile(add.constraint)
+        except RequestRefused as error:
+            self._refuse_all(numbers, error)
+        else:
+            self._start(engine, add, numbers, grammar)
+
+    def _start(
+        self, engine: ServedEngine, add: engine_pb2.AddRequest, numbers: dict[int, int], grammar: Grammar | None
+    ) -> None:
+        """Hand a request to the engine, without the choices that were aborted while its grammar was compiled."""
+        try:
+            requests = to_requests(
                 add,
-                request_id=number,
-                arrival=number,
-                default_seed=(self._seed + number) % 2**64,
+                request_ids=list(numbers.values()),
+                default_seed=(self._seed + numbers[0]) % 2**64,
                 vocab_size=engine.info.vocab_size,
+                grammar=grammar,
             )
         except RequestRefused as error:
-            self._refuse(Refused(number, error.field, str(error)))
+            self._refuse_all(numbers, error)
         else:
-            engine.thread.send(Add(request))
+            for request in requests:
+                if request.request_id in self._owners:
+                    engine.thread.send(Add(request))
 
-    def _abort(self, engine: ServedEngine, stream: Stream, stream_id: int) -> None:
-        number = stream.engine_ids.pop(stream_id, None)
-        if number is not None:
-            del self._owners[number]
-            engine.thread.send(Abort(number))
+    def _abort(self, engine: ServedEngine, stream: Stream, stream_id: int, choice: int | None = None) -> None:
+        for each, number in list(stream.engine_ids.get(stream_id, {}).items()):
+            if choice is None or each == choice:
+                self._forget(number)
+                engine.thread.send(Abort(number))
+        if stream_id not in stream.engine_ids:
+            stream.stop_compiling(stream_id)
 
     def _abort_all(self, engine: ServedEngine, stream: Stream) -> None:
         if stream.engine_ids:
@@ -147,26 +236,42 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _distribute(self, result: StepResult) -> None:
         owners = self._owners
-        for request_id, token_id in zip(result.request_ids, result.token_ids, strict=True):
+        for told in result.prompt_logprobs:
+            if (owner := owners.get(told.request_id)) is not None:
+                owner.stream.add_prompt_logprobs(owner.stream_id, told)
+        tokens = zip(result.request_ids, result.token_ids, strict=True)
+        for entry, (request_id, token_id) in enumerate(tokens):
             # One that was aborted while the step ran has no owner any more.
             if (owner := owners.get(request_id)) is not None:
-                pending = owner[0].pending()
-                pending.ids.append(owner[1])
-                pending.token_ids.append(token_id)
+                owner.stream.add_token(owner.stream_id, owner.choice, token_id, result.logprobs.get(entry))
         for scheduled in result.scheduled:
             if (owner := owners.get(scheduled.request_id)) is not None:
-                owner[0].pending().scheduled.add(id=owner[1], cached_tokens=scheduled.cached_tokens)
+                owner.stream.pending().scheduled.add(id=owner.stream_id, cached_tokens=scheduled.cached_tokens)
         for ended in result.ended:
             if (owner := self._forget(ended.request_id)) is not None:
-                owner[0].pending().ended.append(to_choice_end(ended, owner[1]))
+                owner.stream.pending().ended.append(to_choice_end(ended, owner.stream_id, owner.choice))
+
+    def _refuse_all(self, numbers: dict[int, int], error: RequestRefused) -> None:
+        for number in numbers.values():
+            self._refuse(Refused(number, error.field, str(error)))
 
     def _refuse(self, refused: Refused) -> None:
+        """Tell of a request that is not taken. All its choices are refused alike, and told of once."""
         if (owner := self._forget(refused.request_id)) is not None:
+            for number in list(owner.stream.engine_ids.get(owner.stream_id, {}).values()):
+                self._forget(number)
             refusal = engine_pb2.Refusal(field=refused.field, message=refused.message)
-            owner[0].pending().ended.append(engine_pb2.ChoiceEnd(id=owner[1], refusal=refusal))
+            owner.stream.pending().ended.append(engine_pb2.ChoiceEnd(id=owner.stream_id, refusal=refusal))
 
-    def _forget(self, request_id: int) -> tuple[Stream, int] | None:
-        owner = self._owners.pop(request_id, None)
+    def _forget(self, number: int) -> Owner | None:
+        owner = self._owners.pop(number, None)
         if owner is not None:
-            owner[0].engine_ids.pop(owner[1], None)
+            choices = owner.stream.engine_ids[owner.stream_id]
+            del choices[owner.choice]
+            if not choices:
+                del owner.stream.engine_ids[owner.stream_id]
         return owner
+
+
+def _choice(abort: engine_pb2.AbortRequest) -> int | None:
+    return abort.choice if abort.HasField("choice") else None

@@ -48,6 +48,12 @@ class EngineSettings(ServiceSettings):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of the device's memory to fill. Default: 0.9 on a GPU, 0.25 of what is available on a CPU."""
 
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """priority: requests of a lower priority value run first."""
+
+    target_step_ms: float | None = Field(None, gt=0)
+    """Milliseconds a step that generates should take at most: prompts are cut smaller then. Default: no target."""
+
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests for later ones that begin the same."""
 
@@ -69,6 +75,8 @@ class EngineSettings(ServiceSettings):
             num_blocks=self.num_blocks,
             kv_cache_memory=self.kv_cache_memory,
             gpu_memory_utilization=self.gpu_memory_utilization,
+            scheduling_policy=self.scheduling_policy,
+            target_step_ms=self.target_step_ms,
             enable_prefix_caching=self.enable_prefix_caching,
             num_threads=self.num_threads,
         )

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvern.services.gateway.errors import ApiError
 from kvern.services.gateway.request_body import Body
-from kvern.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, Sampling, Stopping
+from kvern.v1.inference_pb2 import Chat, ChatMessage, Constraint, GenerateRequest, Sampling, Stopping
 
 _UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -62,6 +62,35 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class JsonSchema(Body):
+    """What `response_format` of type json_schema holds. The schema is followed strictly, asked for or not."""
+
+    neutral: ClassVar = {"strict": (None, True, False)}
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def to_proto(self) -> Constraint | None:
+        """Raises ApiError where the schema is missing."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return Constraint(json_object=True)
+        if self.json_schema is None:
+            field = "response_format.json_schema"
+            raise ApiError(400, f"{field}: Field required", field, "missing_required_parameter")
+        return Constraint(json_schema=json.dumps(self.json_schema.schema_))
+
+
 class ChatCompletionRequest(Body):
     """What a client asks for. Limits are the router's to check, except what a GenerateRequest cannot hold."""
 
@@ -75,7 +104,7 @@ class ChatCompletionRequest(Body):
         "parallel_tool_calls": (None, True, False),
         "prediction": (None,),
         "reasoning_effort": (None,),
-        "response_format": (None, {"type": "text"}),
+        "response_format": (None,),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
         "tool_choice": (None, "none", "auto"),
@@ -98,6 +127,7 @@ class ChatCompletionRequest(Body):
     max_tokens: _UInt32 | None = None
     max_completion_tokens: _UInt32 | None = None
     stop: str | list[str] | None = None
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -127,6 +157,8 @@ class ChatCompletionRequest(Body):
         """Return what this request calls a field of its GenerateRequest."""
         if field.startswith(_PROMPT_FIELDS):
             return "messages"
+        if field.startswith("constraint"):
+            return "response_format"
         if field == "stopping.max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         return _GROUPS.sub("", field)
@@ -137,6 +169,7 @@ class ChatCompletionRequest(Body):
             chat=Chat(messages=[message.to_proto() for message in self.messages]),
             sampling=self._sampling(),
             stopping=self._stopping(),
+            constraint=None if self.response_format is None else self.response_format.to_proto(),
         )
 
     def _sampling(self) -> Sampling:

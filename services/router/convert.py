@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from kvern.v1 import inference_pb2, replica_pb2, tokenizer_pb2
 
@@ -21,8 +20,10 @@ def to_encode(
         encode.token_ids.CopyFrom(request.token_ids)
     if request.HasField("add_special_tokens"):
         encode.add_special_tokens = request.add_special_tokens
-    if isinstance(request, inference_pb2.GenerateRequest) and request.HasField("keep_last_tokens"):
-        encode.keep_last_tokens = request.keep_last_tokens
+    if isinstance(request, inference_pb2.GenerateRequest):
+        encode.bad_words.extend(request.sampling.bad_words)
+        if request.HasField("keep_last_tokens"):
+            encode.keep_last_tokens = request.keep_last_tokens
     return encode
 
 
@@ -35,15 +36,19 @@ def to_decode(request: inference_pb2.DetokenizeRequest, model: str) -> tokenizer
 
 
 def to_serve(
-    request: inference_pb2.GenerateRequest, request_id: str, model: str, token_ids: Sequence[int], rng: random.Random
+    request: inference_pb2.GenerateRequest,
+    request_id: str,
+    model: str,
+    encoded: tokenizer_pb2.EncodePromptResponse,
+    rng: random.Random,
 ) -> replica_pb2.ServeRequest:
     """Complete a client's request for a replica: its id, model, seed and token ids are set."""
-    serve = replica_pb2.ServeRequest(request=request)
+    serve = replica_pb2.ServeRequest(request=request, bad_words=encoded.bad_words)
     completed = serve.request
     completed.request_id = request_id
     completed.model = model
     completed.ClearField("prompt")
-    completed.token_ids.ids.extend(token_ids)
+    completed.token_ids.ids.extend(encoded.token_ids)
     if not request.sampling.HasField("seed"):
         completed.sampling.seed = rng.getrandbits(64)
     return serve

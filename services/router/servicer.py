@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvern.services.router.request_log import log_request
 from kvern.services.router.tokenizer import TimeRemaining, Tokenizer
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.validate import check_chat, check_generate, check_name
-from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc
+from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, tokenizer_pb2
 
 INFERENCE_SERVICE = "kvern.v1.InferenceService"
 ROUTER_SERVICE = "kvern.v1.RouterService"
@@ -46,9 +46,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             record.request_id = request.request_id
             check_generate(request)
             with self._admission.admit(request.request_id) as record.request_id:
-                record.model, token_ids = await self._prepare(request, context.time_remaining)
-                record.prompt_tokens = len(token_ids)
-                serve = to_serve(request, record.request_id, record.model, token_ids, self._rng)
+                record.model, encoded = await self._prepare(request, context.time_remaining)
+                record.prompt_tokens = len(encoded.token_ids)
+                serve = to_serve(request, record.request_id, record.model, encoded, self._rng)
                 relay = Relay(self._table, serve, record, self._rng)
                 try:
                     async with aclosing(relay.frames(context.time_remaining)) as frames:
@@ -59,19 +59,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Route(self, request: inference_pb2.RouteRequest, context: _Context) -> inference_pb2.RouteResponse:
         check_generate(request.request)
-        model, token_ids = await self._prepare(request.request, context.time_remaining)
+        model, encoded = await self._prepare(request.request, context.time_remaining)
         candidates = by_cost(self._table.candidates(model), self._rng)
         best = candidates[0]
         return inference_pb2.RouteResponse(
             replica=best.address,
             address=best.address,
-            prompt_tokens=len(token_ids),
+            prompt_tokens=len(encoded.token_ids),
             matched_tokens=best.matched_tokens,
             candidates=[
                 inference_pb2.Candidate(replica=each.address, matched_tokens=each.matched_tokens, cost=each.cost)
                 for each in candidates
             ],
-            prompt_token_ids=token_ids,
+            prompt_token_ids=encoded.token_ids,
         )
 
     async def Tokenize(
@@ -101,12 +101,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, time_remaining: TimeRemaining
-    ) -> tuple[str, Sequence[int]]:
-        """Return the model a request means, one that can be asked now, and the prompt's token ids."""
+    ) -> tuple[str, tokenizer_pb2.EncodePromptResponse]:
+        """Return the model a request means, one that can be asked now, and the request's texts as token ids."""
         model = resolve_model(self._table, request.model)
         self._table.candidates(model)  # better to fail here than after tokenizing
-        encoded = await self._tokenizer.encode(to_encode(request, model), time_remaining)
-        return model, encoded.token_ids
+        return model, await self._tokenizer.encode(to_encode(request, model), time_remaining)
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):

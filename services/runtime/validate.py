@@ -8,16 +8,22 @@ from collections.abc import Callable, Sequence
 from pydantic_core import from_json
 
 from kvern.services.runtime.errors import InvalidArgument, Unsupported
-from kvern.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest, Sampling, Stopping
+from kvern.v1.inference_pb2 import Chat, ChatMessage, Constraint, GenerateRequest, Sampling
 
 MAX_NAME_CHARS = 256
 """Of request_id, model, adapter, session_id and cache.salt: they are held in tables, logs and error messages."""
 
 MAX_CHOICES = 128
 MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+
+MAX_CONSTRAINT_CHARS = 256 * 1024
+"""Of a schema, expression, grammar, or of all choices together."""
+MAX_CONSTRAINT_CHOICES = 4096
 
 MAX_CHAT_MESSAGES = 4096
 MAX_CHAT_JSON_CHARS = 256 * 1024
@@ -45,16 +51,6 @@ _SAMPLING_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 _UNSUPPORTED: tuple[tuple[str, Callable[[GenerateRequest], bool]], ...] = (
     ("adapter", lambda request: bool(request.adapter)),
     ("resume", lambda request: request.HasField("resume")),
-    ("constraint", lambda request: request.HasField("constraint")),
-    ("sampling.min_p", lambda request: request.sampling.min_p != 0),
-    ("sampling.presence_penalty", lambda request: request.sampling.presence_penalty != 0),
-    ("sampling.frequency_penalty", lambda request: request.sampling.frequency_penalty != 0),
-    ("sampling.repetition_penalty", lambda request: _repetition_penalty(request.sampling) != 1),
-    ("sampling.n", lambda request: request.sampling.n > 1),
-    ("sampling.logit_bias", lambda request: bool(request.sampling.logit_bias)),
-    ("sampling.allowed_token_ids", lambda request: bool(request.sampling.allowed_token_ids)),
-    ("sampling.bad_words", lambda request: bool(request.sampling.bad_words)),
-    ("stopping.min_tokens", lambda request: request.stopping.min_tokens > 0),
     ("output.logprobs", lambda request: request.output.HasField("logprobs")),
     ("output.prompt_logprobs", lambda request: request.output.HasField("prompt_logprobs")),
     ("output.echo", lambda request: request.output.echo),
@@ -72,6 +68,8 @@ def check_generate(request: GenerateRequest) -> None:
     _check_prompt(request)
     _check_sampling(request.sampling)
     _check_stopping(request)
+    if request.HasField("constraint"):
+        _check_constraint(request.constraint)
     for field, asked_for in _UNSUPPORTED:
         if asked_for(request):
             raise Unsupported(field, "not supported by this version")
@@ -93,10 +91,6 @@ def check_chat(chat: Chat) -> None:
         _check_message(f"chat.messages[{index}]", message)
     if chat.continue_final_message:
         _check_continuation(chat)
-
-
-def _repetition_penalty(sampling: Sampling) -> float:
-    return sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
 
 
 def _check_count(field: str, count: int, limit: int) -> None:
@@ -168,7 +162,9 @@ def _check_sampling(sampling: Sampling) -> None:
     for token_id, bias in sampling.logit_bias.items():
         if not -100 <= bias <= 100:
             raise InvalidArgument(f"sampling.logit_bias[{token_id}]", f"must be in [-100, 100], got {bias:g}")
+    _check_count("sampling.bad_words", len(sampling.bad_words), MAX_BAD_WORDS)
     _check_not_empty("sampling.bad_words", sampling.bad_words)
+    _check_lengths("sampling.bad_words", sampling.bad_words, MAX_BAD_WORD_CHARS)
 
 
 def _check_not_empty(field: str, texts: Sequence[str]) -> None:
@@ -184,7 +180,7 @@ def _check_stopping(request: GenerateRequest) -> None:
     _check_count("stopping.stop", len(stopping.stop), MAX_STOP_STRINGS)
     _check_count("stopping.stop_token_ids", len(stopping.stop_token_ids), MAX_STOP_TOKEN_IDS)
     _check_not_empty("stopping.stop", stopping.stop)
-    _check_stop_lengths(stopping)
+    _check_lengths("stopping.stop", stopping.stop, MAX_STOP_CHARS)
 
 
 def _check_max_tokens(request: GenerateRequest) -> None:
@@ -197,8 +193,40 @@ def _check_max_tokens(request: GenerateRequest) -> None:
         raise InvalidArgument("stopping.min_tokens", message)
 
 
-def _check_stop_lengths(stopping: Stopping) -> None:
-    for index, text in enumerate(stopping.stop):
-        if len(text) > MAX_STOP_CHARS:
-            message = f"must be at most {MAX_STOP_CHARS} characters long, got {len(text)}"
-            raise InvalidArgument(f"stopping.stop[{index}]", message)
+def _check_lengths(field: str, texts: Sequence[str], limit: int) -> None:
+    for index, text in enumerate(texts):
+        if len(text) > limit:
+            raise InvalidArgument(f"{field}[{index}]", f"must be at most {limit} characters long, got {len(text)}")
+
+
+def _check_constraint(constraint: Constraint) -> None:
+    """Check what needs no grammar library. Whether it can be done is the engine's to say."""
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("constraint", "names no kind of constraint")
+    if kind == "choices":
+        _check_choices(constraint.choices.values)
+    elif kind == "json_object":
+        if not constraint.json_object:
+            raise InvalidArgument("constraint.json_object", "must be true where it is given")
+    else:
+        field, text = f"constraint.{kind}", getattr(constraint, kind)
+        if not text:
+            raise InvalidArgument(field, "must not be empty")
+        _check_chars(field, len(text))
+        if kind in ("json_schema", "structural_tag"):
+            _check_json(field, text, dict)
+
+
+def _check_choices(values: Sequence[str]) -> None:
+    field = "constraint.choices.values"
+    if not values:
+        raise InvalidArgument(field, "must not be empty")
+    _check_count(field, len(values), MAX_CONSTRAINT_CHOICES)
+    _check_not_empty(field, values)
+    _check_chars(field, sum(map(len, values)))
+
+
+def _check_chars(field: str, num_chars: int) -> None:
+    if num_chars > MAX_CONSTRAINT_CHARS:
+        raise InvalidArgument(field, f"must be at most {MAX_CONSTRAINT_CHARS} characters long, got {num_chars}")

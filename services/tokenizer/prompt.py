@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvern.engine.block_hash import extend_digests, root_digest
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.text import Tokenizer, check_token_ids
+from kvern.services.tokenizer.bad_words import encode_bad_words
 from kvern.services.tokenizer.chat import ChatRenderer
 from kvern.services.tokenizer.control_tokens import ControlTokenGuard
 from kvern.v1 import tokenizer_pb2
@@ -37,7 +38,9 @@ class PromptEncoder:
             if request.keep_last_tokens == 0:
                 raise InvalidArgument("keep_last_tokens", "must be at least 1, got 0")
             token_ids = token_ids[-request.keep_last_tokens :]
-        response = tokenizer_pb2.EncodePromptResponse(token_ids=token_ids)
+        response = tokenizer_pb2.EncodePromptResponse(
+            token_ids=token_ids, bad_words=encode_bad_words(self._tokenizer, request.bad_words)
+        )
         if request.HasField("hashing"):
             response.block_digests = _block_digests(request.hashing, token_ids)
         return response

@@ -8,12 +8,12 @@ from queue import SimpleQueue
 import pytest
 
 from kvern.engine.block_pool import BlockPool
-from kvern.engine.core import Abort, Add, EngineCore, Output, Refused, Stop
+from kvern.engine.core import Abort, Add, EngineCore, Output, Park, Refused, ResetCache, Resume, Stop
 from kvern.engine.plan import Plan, StepResult
 from kvern.engine.request import Request, SamplingParams, StoppingParams
-from kvern.engine.scheduler import Scheduler
+from kvern.engine.scheduler import Scheduler, SchedulerConfig
 
-from .checked_runner import CheckedRunner, Submission, expected_output
+from .checked_runner import CheckedRunner, LazyStep, expected_output
 
 NUM_BLOCKS = 16
 
@@ -22,9 +22,8 @@ def make_request(number: int, prompt: list[int], max_tokens: int) -> Request:
     return Request(number, list(prompt), len(prompt), SamplingParams(), StoppingParams(max_tokens), arrival=number)
 
 
-def make_core(runner: CheckedRunner | None = None) -> EngineCore:
-    scheduler = Scheduler(
-        BlockPool(NUM_BLOCKS),
+def make_core(runner: CheckedRunner | None = None, *, depth: int = 0) -> EngineCore:
+    config = SchedulerConfig(
         block_size=4,
         max_num_seqs=4,
         max_num_batched_tokens=16,
@@ -32,7 +31,8 @@ def make_core(runner: CheckedRunner | None = None) -> EngineCore:
         eos_token_ids=frozenset(),
         contract="test",
     )
-    return EngineCore(scheduler, runner or CheckedRunner(NUM_BLOCKS, 4))
+    scheduler = Scheduler(BlockPool(NUM_BLOCKS), config)
+    return EngineCore(scheduler, runner or CheckedRunner(NUM_BLOCKS, 4), depth=depth)
 
 
 @contextmanager
@@ -59,8 +59,9 @@ def collect(outputs: SimpleQueue[Output], num_ended: int) -> tuple[dict[int, lis
     return tokens, result
 
 
-def test_run_requests_that_arrive_one_by_one_all_end_with_their_tokens() -> None:
-    core = make_core()
+@pytest.mark.parametrize("depth", [0, 1])
+def test_run_requests_that_arrive_one_by_one_all_end_with_their_tokens(depth: int) -> None:
+    core = make_core(depth=depth)
     with running(core) as outputs:
         for number in range(6):
             core.send(Add(make_request(number, [number, 1], 8)))
@@ -88,7 +89,7 @@ class SteppedRunner(CheckedRunner):
         super().__init__(NUM_BLOCKS, 4)
         self.permits = threading.Semaphore(0)
 
-    def submit(self, plan: Plan) -> Submission:
+    def submit(self, plan: Plan) -> LazyStep:
         assert self.permits.acquire(timeout=10)
         return super().submit(plan)
 
@@ -111,9 +112,22 @@ def test_run_abort_frees_blocks_after_the_step_under_way() -> None:
         core.send(Abort(0))
 
 
+def test_run_parked_request_waits_until_it_is_resumed() -> None:
+    core = make_core()
+    with running(core) as outputs:
+        core.send(Add(make_request(0, [1], 40)))
+        core.send(Park(0))
+        core.send(Add(make_request(1, [2], 3)))
+        assert collect(outputs, 1)[0][1] == expected_output([2], 3)
+        core.send(Resume(0))
+        core.send(ResetCache())
+        core.send(Add(make_request(2, [3], 50)))
+        assert collect(outputs, 2)[0][2] == expected_output([3], 50)
+
+
 def test_run_runner_that_fails_ends_the_loop_with_its_error() -> None:
     class BrokenRunner(CheckedRunner):
-        def submit(self, plan: Plan) -> Submission:
+        def submit(self, plan: Plan) -> LazyStep:
             raise RuntimeError("the device is gone")
 
     core = make_core(BrokenRunner(NUM_BLOCKS, 4))

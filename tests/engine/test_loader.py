@@ -230,12 +230,11 @@ def test_fingerprint_differs_where_weights_or_rope_differ_and_only_there(tmp_pat
 
 def test_fingerprint_of_large_files_differs_where_what_follows_the_header_does(tmp_path: Path) -> None:
     """Two fine-tunes: the same shapes, other numbers nearly everywhere."""
-    save_tiny(tmp_path)
-    config, fingerprints = load(tmp_path).config, set()
+    fingerprints = set()
     for number in range(3):
         file = tmp_path / WEIGHTS
         file.write_bytes(bytes(3 << 20) + bytes([number]) * (1 << 20))
-        fingerprints.add(model_fingerprint(config, [file]))
+        fingerprints.add(model_fingerprint("one model", [file]))
     assert len(fingerprints) == 3
 
 

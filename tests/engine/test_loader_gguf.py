@@ -7,80 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from kvern.engine.errors import ModelError
 
+from .tiny_gguf import gguf_tensors, write_gguf
 from .tiny_llama import assert_same_logits, expected_logits, load, logits_of, make_tiny
-
-Tensors = dict[str, np.ndarray[Any, Any]]
-
-METADATA: dict[str, Any] = {
-    "general.architecture": "llama",
-    "llama.block_count": 2,
-    "llama.context_length": 256,
-    "llama.embedding_length": 64,
-    "llama.feed_forward_length": 96,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-6,
-    "llama.vocab_size": 97,
-    "llama.rope.dimension_count": 16,
-    "llama.rope.freq_base": 10000.0,
-    "tokenizer.ggml.eos_token_id": 2,
-}
-
-
-def permuted(weights: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Reorder query or key rows as llama.cpp's convert_hf_to_gguf.py does."""
-    halves = weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:])
-    return halves.swapaxes(1, 2).reshape(weights.shape)
-
-
-def gguf_tensors(model: LlamaForCausalLM) -> Tensors:
-    """Return a model's tensors under their names in a GGUF, in the order of its rows."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    tensors = {}
-    for hf_name, tensor in model.state_dict().items():
-        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        assert name is not None
-        weights = tensor.numpy()
-        if ".attn_q." in name:
-            weights = permuted(weights, model.config.num_attention_heads)
-        if ".attn_k." in name:
-            weights = permuted(weights, model.config.num_key_value_heads)
-        tensors[name] = weights
-    if model.config.tie_word_embeddings:
-        del tensors["output.weight"]
-    return tensors
-
-
-def write_gguf(
-    path: Path,
-    tensors: Tensors,
-    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
-    **changes: Any,
-) -> Path:
-    """Write a file. Matrices are quantized. Two underscores of a change are a field's dot; None removes the field."""
-    metadata = METADATA | {name.replace("__", "."): value for name, value in changes.items()}
-    writer = gguf.GGUFWriter(path, metadata.pop("general.architecture"))
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-    for name, value in metadata.items():
-        if value is not None:
-            add[type(value)](name, value)
-    for name, weights in tensors.items():
-        if weights.ndim == 1:
-            writer.add_tensor(name, weights)
-        else:
-            writer.add_tensor(name, gguf.quantize(weights, quantization), raw_dtype=quantization)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +36,7 @@ def test_logits_equal_those_of_the_model_it_was_made_from(tmp_path: Path, config
     assert loaded.eos_token_ids == {2}
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_quantized_logits_equal_those_of_transformers(tmp_path: Path, model: LlamaForCausalLM, kind: str) -> None:
     """I01: transformers dequantizes the same file."""
     path = write_gguf(tmp_path / "model.gguf", gguf_tensors(model), gguf.GGMLQuantizationType[kind])
@@ -126,7 +60,7 @@ def test_llama3_rope_stored_as_divisors_equals_transformers(tmp_path: Path) -> N
     assert len(set(divisors.tolist())) > 2
     path = write_gguf(tmp_path / "model.gguf", gguf_tensors(model) | {"rope_freqs.weight": divisors})
     assert_same_logits(load(path), expected_logits(model))
-    frequencies = load(path, dtype="bfloat16").module.model.inverse_frequencies
+    frequencies = dict(load(path, dtype="bfloat16").module.named_buffers())["model.rotary_embeddings.0.frequencies"]
     torch.testing.assert_close(frequencies, model.model.rotary_emb.inv_freq, atol=0, rtol=1e-6)
 
 
@@ -170,7 +104,8 @@ def test_real_model_is_read_as_what_it_is(smollm2_path: Path) -> None:
         ({"llama__attention__head_count": [4, 4]}, r"attention.head_count: \[4, 4\] is not a whole number"),
         ({"llama__attention__head_count_kv": 3}, "4 attention heads cannot share 3 KV heads"),
         ({"llama__expert_count": 8}, "expert_count: a mixture of experts is not supported"),
-        ({"llama__rope__scaling__type": "yarn"}, "rope.scaling.type: 'yarn' is not supported"),
+        ({"llama__rope__scaling__type": "dynamic"}, "rope.scaling.type: 'dynamic' is not supported"),
+        ({"llama__rope__scaling__type": "yarn"}, "rope.scaling.factor is missing"),
         ({"llama__rope__dimension_count": 8}, "rope.dimension_count: "),
         ({"llama__feed_forward_length": 95}, r"gate_proj.weight is \[96, 64\]; the config wants \[95, 64\]"),
     ],

@@ -119,7 +119,7 @@ def test_tokens_of_a_small_model_do_not_depend_on_company_or_chunks(tiny: Loaded
     assert together == alone
 
 
-def test_draws_are_keyed_by_seed_choice_and_output_position(tiny: LoadedModel) -> None:
+def test_draws_are_keyed_by_seed_and_output_position_whatever_the_choice(tiny: LoadedModel) -> None:
     driver = Driver(make_runner(tiny))
     request = driver.request(PROMPT[:20], SamplingParams(temperature=1.5, top_k=30, top_p=0.9, seed=2**63 + 2**40 + 5))
     request.choice = 3
@@ -127,11 +127,12 @@ def test_draws_are_keyed_by_seed_choice_and_output_position(tiny: LoadedModel) -
     random = RandomRows(
         rows=torch.arange(8),
         temperature=torch.full((8,), 1.5),
+        log_min_p=torch.full((8,), float("-inf")),
         top_k=torch.full((8,), 30),
         top_p=torch.full((8,), 0.9, dtype=torch.float64),
         seed=torch.full((8,), 2**40 + 5 - 2**63),
         output_position=torch.arange(8),
-        choice=torch.full((8,), 3),
+        has_min_p=False,
         has_top_k=True,
         has_top_p=True,
     )

@@ -1,92 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import count
-
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvern.engine.block_pool import BlockPool
 from kvern.engine.errors import RequestRefused
-from kvern.engine.plan import ChoiceEnded, Plan, StepResult
-from kvern.engine.request import CacheParams, FinishReason, Request, SamplingParams, StoppingParams
-from kvern.engine.scheduler import Scheduler
+from kvern.engine.request import FinishReason, RequestStatus
+from kvern.engine.scheduler import Policy
 
-from .checked_runner import CheckedRunner, expected_output
-
-BLOCK_SIZE = 4
-
-
-@dataclass
-class Engine:
-    """Scheduler and checked runner in one, stepped by hand."""
-
-    num_blocks: int = 16
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 16
-    max_model_len: int = 64
-    eos_token_ids: frozenset[int] = frozenset()
-    caching: bool = True
-    outputs: dict[int, list[int]] = field(default_factory=dict)
-    ended: dict[int, ChoiceEnded] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)
-    ids: Iterator[int] = field(default_factory=count)
-
-    def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks)
-        self.runner = CheckedRunner(self.num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(
-            self.pool,
-            block_size=BLOCK_SIZE,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            contract="test",
-            enable_prefix_caching=self.caching,
-        )
-
-    def add(self, prompt: list[int], max_tokens: int = 4, *, priority: int = 0, **options: object) -> Request:
-        cache = CacheParams(**{key: options.pop(key) for key in ("salt", "no_store", "bypass") if key in options})  # type: ignore[arg-type]
-        number = next(self.ids)
-        request = Request(
-            number,
-            list(prompt),
-            len(prompt),
-            SamplingParams(),
-            StoppingParams(max_tokens, **options),  # type: ignore[arg-type]
-            cache,
-            priority=priority,
-            arrival=number,
-        )
-        self.scheduler.add(request)
-        self.outputs[number] = []
-        return request
-
-    def step(self) -> tuple[Plan, StepResult]:
-        plan = self.scheduler.schedule()
-        assert plan.entries, "no progress"
-        assert plan.num_tokens <= self.max_num_batched_tokens
-        assert len(plan.entries) <= self.max_num_seqs
-        result = self.scheduler.commit(plan, self.runner.submit(plan).result())
-        self.scheduler.check_integrity()
-        for request_id, token_id in zip(result.request_ids, result.token_ids, strict=True):
-            self.outputs[request_id].append(token_id)
-        for scheduled in result.scheduled:
-            assert scheduled.request_id not in self.cached
-            self.cached[scheduled.request_id] = scheduled.cached_tokens
-        for ended in result.ended:
-            assert ended.request_id not in self.ended, "a choice ended twice"
-            self.ended[ended.request_id] = ended
-        return plan, result
-
-    def run(self) -> None:
-        while self.scheduler.has_work:
-            self.step()
-        assert self.pool.num_used == 0
+from .checked_runner import expected_output
+from .scheduler_harness import BLOCK_SIZE, Engine
 
 
 def test_step_many_prompts_share_the_token_budget_in_order_of_arrival() -> None:
@@ -142,13 +63,16 @@ def test_generated_tokens_are_reused_by_the_next_turn() -> None:
 
 
 def test_two_identical_running_prompts_end_up_sharing_blocks() -> None:
+    """Dedupe on commit: no_store requests follow nobody, and what a storing one computes at the same time is shared."""
     engine = Engine(max_num_batched_tokens=64)
     prompt = list(range(3 * BLOCK_SIZE))
-    twins = [engine.add(prompt, max_tokens=8) for _ in range(2)]
+    first = engine.add([*prompt[:-1], 99], max_tokens=8)
     engine.step()
-    assert twins[0].block_ids[:3] == twins[1].block_ids[:3]
+    second = engine.add(prompt, max_tokens=8)
+    engine.step()
+    assert first.block_ids[:2] == second.block_ids[:2]
     engine.run()
-    assert engine.outputs[0] == engine.outputs[1] == expected_output(prompt, 8)
+    assert engine.outputs[second.request_id] == expected_output(prompt, 8)
 
 
 @pytest.mark.parametrize("options", [{"salt": "x"}, {"bypass": True}])
@@ -295,7 +219,7 @@ def test_add_of_what_can_never_fit_is_refused_and_queues_nothing() -> None:
 
 
 def test_lower_priority_value_is_admitted_first_and_preempted_last() -> None:
-    engine = Engine(max_num_seqs=1)
+    engine = Engine(max_num_seqs=1, policy=Policy.PRIORITY)
     engine.add([1], max_tokens=1, priority=5)
     urgent = engine.add([2], max_tokens=1, priority=-1)
     plan, _ = engine.step()
@@ -309,63 +233,275 @@ def test_load_counts_running_waiting_blocks_and_queued_prefill() -> None:
     _, result = engine.step()
     assert (result.load.num_running, result.load.num_waiting) == (1, 1)
     assert result.load.num_used_blocks == 3
-    # 6 of the first prompt are left, of which the last one also samples; all 7 of the second wait.
-    assert result.load.queued_prefill_tokens == 5 + 7
+    assert result.load.queued_prefill_tokens == 6 + 7
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, aborts and steps on a tiny pool. The checked runner sees to it that no request ever reads
-    another's KV; each output must be what the plain model says, whatever happened in between."""
+def test_fcfs_policy_ignores_priority() -> None:
+    engine = Engine(max_num_seqs=1)
+    first = engine.add([1], max_tokens=1, priority=5)
+    engine.add([2], max_tokens=1, priority=-1)
+    plan, _ = engine.step()
+    assert [entry.request for entry in plan.entries] == [first]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine = Engine(num_blocks=9, max_num_seqs=4, max_num_batched_tokens=9, max_model_len=36)
-        self.prompts: dict[int, tuple[list[int], int]] = {}
-        self.aborted: set[int] = set()
 
-    # Few distinct prompts, so that prefixes are shared, dedupe and eviction happen.
-    @rule(
-        length=st.integers(1, 20),
-        branch=st.integers(0, 20),
-        max_tokens=st.integers(1, 16),
-        priority=st.sampled_from([0, 0, 0, 1]),
-        cache=st.sampled_from([{}, {}, {}, {"no_store": True}, {"bypass": True}, {"salt": "x"}]),
+@pytest.mark.parametrize("depth", [0, 1])
+def test_hundred_twins_of_a_cold_prompt_cost_one_prefill(depth: int) -> None:
+    engine = Engine(num_blocks=600, max_num_seqs=128, max_num_batched_tokens=512, max_model_len=2400, depth=depth)
+    prompt = [number % 50 for number in range(2000)]
+    twins = [engine.add(prompt, max_tokens=1) for _ in range(100)]
+    engine.run()
+    assert engine.runner.num_computed_tokens <= 2000 + 99
+    assert {tuple(engine.outputs[twin.request_id]) for twin in twins} == {tuple(expected_output(prompt, 1))}
+
+
+def test_twin_whose_leader_is_aborted_goes_on_by_itself() -> None:
+    engine = Engine(max_num_batched_tokens=4)
+    prompt = list(range(16))
+    leader, twin = engine.add(prompt), engine.add(prompt)
+    engine.step()
+    assert twin.status is RequestStatus.WAITING
+    engine.scheduler.abort(leader.request_id)
+    plan, _ = engine.step()
+    assert [(entry.request, entry.start) for entry in plan.entries] == [(twin, 4)]
+    engine.run()
+    assert engine.outputs[twin.request_id] == expected_output(prompt, 4)
+
+
+def test_follower_does_not_block_the_queue() -> None:
+    engine = Engine(num_blocks=256, max_num_batched_tokens=64, max_model_len=400)
+    prompt = list(range(300))
+    engine.add(prompt)
+    twin, other = engine.add(prompt), engine.add([9, 9])
+    engine.step()
+    plan, _ = engine.step()
+    assert other in [entry.request for entry in plan.entries]
+    assert twin.status is RequestStatus.WAITING
+
+
+@pytest.mark.parametrize("options", [{"no_store": True}, {"bypass": True}, {"prompt_logprobs": 1}])
+def test_requests_that_do_not_share_neither_lead_nor_follow(options: dict[str, object]) -> None:
+    engine = Engine(max_num_batched_tokens=64)
+    prompt = list(range(12))
+    engine.add(prompt, **options)
+    engine.add(prompt)
+    engine.add(prompt, **options)
+    plan, _ = engine.step()
+    assert [entry.num_tokens for entry in plan.entries] == [12, 12, 12]
+
+
+def test_leader_inherits_the_priority_of_its_follower() -> None:
+    engine = Engine(policy=Policy.PRIORITY, max_num_batched_tokens=4, num_blocks=32)
+    prompt = list(range(16))
+    leader = engine.add(prompt, priority=5)
+    engine.step()
+    engine.add(prompt, priority=1)
+    rival = engine.add([7] * 8, priority=3)
+    plan, _ = engine.step()
+    assert [entry.request for entry in plan.entries] == [leader]
+    engine.run()
+    assert engine.outputs[rival.request_id] == expected_output([7] * 8, 4)
+
+
+def test_long_prompt_leaves_room_for_short_ones() -> None:
+    """C09: ten tiny requests finish while one long prompt is still being computed."""
+    engine = Engine(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=1200)
+    long = engine.add([1] * 1000)
+    tiny = [engine.add([2, number], max_tokens=2) for number in range(10)]
+    while not all(each.request_id in engine.ended for each in tiny):
+        engine.step()
+    assert long.num_computed_tokens < long.num_prompt_tokens
+    engine.run()
+    assert engine.outputs[long.request_id] == expected_output([1] * 1000, 4)
+
+
+def test_long_prompt_alone_gets_the_whole_budget() -> None:
+    engine = Engine(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=256)
+    engine.add([1] * 100)
+    engine.add([2] * 100)  # cannot be admitted beside it
+    plan, _ = engine.step()
+    assert [entry.num_tokens for entry in plan.entries] == [64]
+
+
+def test_decodes_behind_a_long_prompt_run_in_every_step() -> None:
+    """C13."""
+    engine = Engine(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=1200)
+    engine.add([1] * 1000)
+    engine.step()
+    late = engine.add([2], max_tokens=30)
+    while late.request_id not in engine.ended:
+        plan, _ = engine.step()
+        assert late in [entry.request for entry in plan.entries]
+
+
+def test_step_time_target_bounds_the_prefill_beside_decodes() -> None:
+    engine = Engine(
+        num_blocks=2000, max_num_seqs=16, max_num_batched_tokens=4096, max_model_len=8000, target_step_s=0.05
     )
-    def arrive(self, length: int, branch: int, max_tokens: int, priority: int, cache: dict[str, object]) -> None:
-        prompt = [7] * min(branch, length) + [3] * max(0, length - branch)
-        request = self.engine.add(prompt, max_tokens, priority=priority, **cache)
-        self.prompts[request.request_id] = (prompt, max_tokens)
-
-    @precondition(lambda self: self.engine.scheduler.has_work)
-    @rule(steps=st.integers(1, 6))
-    def step(self, steps: int) -> None:
-        for _ in range(steps):
-            if self.engine.scheduler.has_work:
-                self.engine.step()
-
-    @precondition(lambda self: self.engine.scheduler.has_work)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        number = data.draw(st.sampled_from(sorted(self.engine.scheduler._requests)))
-        self.engine.scheduler.abort(number)
-        self.aborted.add(number)
-
-    @invariant()
-    def pool_and_requests_agree(self) -> None:
-        self.engine.scheduler.check_integrity()
-
-    def teardown(self) -> None:
-        self.engine.run()
-        for number, (prompt, max_tokens) in self.prompts.items():
-            expected = expected_output(prompt, max_tokens)
-            if number in self.aborted:
-                assert self.engine.outputs[number] == expected[: len(self.engine.outputs[number])]
-            else:
-                assert self.engine.outputs[number] == expected
-                assert number in self.engine.ended
+    engine.add([1], max_tokens=400)
+    long = engine.add([2] * 6000, max_tokens=2)
+    chunks = []
+    while long.num_computed_tokens < 6000:
+        plan, _ = engine.step()
+        chunks.append(plan.num_tokens - 1)
+        # A machine of 5 ms a step, 1 ms a decode and 0.1 ms a prefill token: 440 tokens fit 50 ms.
+        engine.scheduler.observe(plan, 0.005 + 0.001 + 0.0001 * (plan.num_tokens - 1))
+    assert all(chunk <= 460 for chunk in chunks[2:])
+    assert max(chunks) >= 380
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+def test_step_time_target_with_nobody_decoding_takes_the_whole_budget() -> None:
+    engine = Engine(num_blocks=2000, max_num_batched_tokens=4096, max_model_len=8000, target_step_s=0.05)
+    engine.add([2] * 6000)
+    plan, _ = engine.step()
+    assert plan.num_tokens == 4096
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_parked_request_stands_still_and_goes_on_where_it_was(depth: int) -> None:
+    engine = Engine(depth=depth)
+    parked, other = engine.add([1, 2, 3], max_tokens=12), engine.add([4], max_tokens=12)
+    engine.step()
+    engine.step()
+    engine.scheduler.park(parked.request_id)
+    engine.scheduler.park(parked.request_id)
+    before = engine.runner.num_computed_tokens
+    while other.request_id not in engine.ended:
+        engine.step()
+    assert len(engine.outputs[parked.request_id]) <= 2
+    assert engine.runner.num_computed_tokens - before <= 12
+    assert not engine.scheduler.has_work
+    assert parked.block_ids
+    engine.scheduler.resume(parked.request_id)
+    engine.scheduler.resume(parked.request_id)
+    engine.run()
+    assert engine.outputs[parked.request_id] == expected_output([1, 2, 3], 12)
+    assert parked.num_preemptions == 0
+
+
+def test_parked_request_is_the_first_victim_whatever_its_age() -> None:
+    engine = Engine(num_blocks=6, max_model_len=24)
+    oldest = engine.add([1] * 9, max_tokens=12)
+    engine.step()
+    engine.scheduler.park(oldest.request_id)
+    young = engine.add([2] * 3, max_tokens=20)
+    while young.request_id not in engine.ended:
+        engine.step()
+    assert (oldest.num_preemptions, young.num_preemptions) == (1, 0)
+    engine.scheduler.resume(oldest.request_id)
+    engine.run()
+    assert engine.outputs[oldest.request_id] == expected_output([1] * 9, 12)
+
+
+def test_abort_of_a_parked_request_frees_its_blocks() -> None:
+    engine = Engine()
+    request = engine.add([1] * 9)
+    engine.step()
+    engine.scheduler.park(request.request_id)
+    engine.scheduler.abort(request.request_id)
+    assert engine.pool.num_used == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("length", [1, 8, 9, 11])
+@pytest.mark.parametrize("options", [{}, {"bypass": True}, {"no_store": True}])
+def test_choices_share_the_prompt_and_copy_its_partial_block(
+    depth: int, length: int, options: dict[str, object]
+) -> None:
+    engine = Engine(num_blocks=40, depth=depth)
+    prompt = list(range(length))
+    first = engine.add(prompt, max_tokens=6, n=4, **options)
+    engine.run()
+    assert [engine.outputs[number] for number in range(4)] == [expected_output(prompt, 6)] * 4
+    assert engine.cached == {first.request_id: 0}
+    # One prompt, the last prompt token again for three choices, and five decodes each.
+    assert engine.runner.num_computed_tokens == length + 3 + 4 * 5
+    assert engine.runner.num_copies == (3 if length % BLOCK_SIZE else 0)
+
+
+def test_aborted_first_choice_leaves_the_others_whole() -> None:
+    """C25."""
+    engine = Engine(num_blocks=40)
+    prompt = list(range(10))
+    first = engine.add(prompt, max_tokens=6, n=3)
+    engine.step()
+    engine.step()
+    engine.scheduler.abort(first.request_id)
+    engine.run()
+    assert [engine.outputs[number] for number in (1, 2)] == [expected_output(prompt, 6)] * 2
+
+
+def test_reset_forgets_everything_and_running_requests_leave_nothing_behind() -> None:
+    engine = Engine()
+    prompt = list(range(12))
+    engine.add(prompt, max_tokens=8)
+    engine.step()
+    engine.scheduler.reset_cache()
+    engine.run()
+    again = engine.add(prompt)
+    engine.run()
+    once_more = engine.add(prompt)
+    engine.run()
+    assert (engine.cached[again.request_id], engine.cached[once_more.request_id]) == (0, 11)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_failed_logits_end_the_choice_and_its_blocks_leave_the_cache(depth: int) -> None:
+    """D18."""
+    engine = Engine(depth=depth, num_blocks=32)
+    shared, prompt = list(range(8)), [*range(8), 40, 41, 42, 43, 44]
+    engine.add(shared)
+    engine.run()
+    bad = engine.add(prompt, max_tokens=20)
+    engine.step()
+    follower = engine.add([*prompt, 45], max_tokens=16)
+    engine.step()
+    engine.runner.poisoned.add(bad.request_id)
+    engine.run()
+    assert engine.ended[bad.request_id].reason is FinishReason.ERROR
+    assert engine.ended[bad.request_id].error == "logits are not numbers"
+    assert engine.outputs[follower.request_id] == expected_output([*prompt, 45], 16)
+    again = engine.add(prompt)
+    engine.run()
+    assert engine.cached[again.request_id] == 8
+
+
+def test_zero_max_tokens_runs_the_prompt_and_gives_no_token() -> None:
+    engine = Engine(max_num_batched_tokens=4)
+    request = engine.add([1] * 10, max_tokens=0)
+    engine.run()
+    assert engine.outputs[request.request_id] == []
+    assert engine.ended[request.request_id].reason is FinishReason.LENGTH
+    assert engine.runner.num_computed_tokens == 10
+
+
+def test_prompt_logprobs_computes_cached_positions_again() -> None:
+    """C14."""
+    engine = Engine()
+    prompt = list(range(2 * BLOCK_SIZE + 1))
+    for _ in range(2):
+        request = engine.add(prompt, prompt_logprobs=1)
+        engine.run()
+        assert engine.cached[request.request_id] == 0
+    plain = engine.add(prompt)
+    engine.run()
+    assert engine.cached[plain.request_id] == 8
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_stop_token_at_any_depth_gives_no_token_after_it(depth: int) -> None:
+    prompt = [1, 2, 3]
+    stop = expected_output(prompt, 8)[2]
+    engine = Engine(depth=depth)
+    request = engine.add(prompt, max_tokens=8, stop_token_ids=frozenset({stop}))
+    engine.run()
+    assert engine.outputs[request.request_id] == expected_output(prompt, 8, frozenset({stop}))
+
+
+def test_victim_in_flight_keeps_the_token_it_was_drawing() -> None:
+    engine = Engine(num_blocks=10, max_model_len=40, depth=1)
+    prompts = [[number, number + 1, number + 2] for number in range(4)]
+    requests = [engine.add(prompt, max_tokens=20) for prompt in prompts]
+    engine.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert engine.outputs[request.request_id] == expected_output(prompt, 20)
+    assert sum(request.num_preemptions for request in requests) > 0

@@ -28,8 +28,10 @@ class Step:
     k: Tensor
     v: Tensor
 
-    def plan(self) -> AttentionMetadata:
-        return plan_attention(self.kv, self.block_table, self.cu_query_lens, self.context_lens, self.slot_mapping)
+    def plan(self, *windows: int | None) -> AttentionMetadata:
+        return plan_attention(
+            self.kv, self.block_table, self.cu_query_lens, self.context_lens, self.slot_mapping, windows or (None,)
+        )
 
 
 def make_step(
@@ -79,16 +81,24 @@ def make_step(
     )
 
 
-def run(step: Step) -> Tensor:
-    metadata = step.plan()
+def run(step: Step, sliding_window: int | None = None, softcap: float | None = None) -> Tensor:
+    metadata = step.plan(None, sliding_window)
     write_kv(step.kv, LAYER, step.k, step.v, metadata)
-    return paged_attention(step.q, step.kv, LAYER, metadata, 0.125)
+    return paged_attention(step.q, step.kv, LAYER, metadata, 0.125, sliding_window=sliding_window, softcap=softcap)
 
 
-def run_reference(step: Step) -> Tensor:
+def run_reference(step: Step, sliding_window: int | None = None, softcap: float | None = None) -> Tensor:
     reference.write_kv(step.kv, LAYER, step.k, step.v, step.slot_mapping)
     return reference.paged_attention(
-        step.q, step.kv, LAYER, step.block_table, step.cu_query_lens, step.context_lens, 0.125
+        step.q,
+        step.kv,
+        LAYER,
+        step.block_table,
+        step.cu_query_lens,
+        step.context_lens,
+        0.125,
+        sliding_window,
+        softcap,
     )
 
 
@@ -114,6 +124,34 @@ def test_attention_over_poisoned_pool_equals_reference(
 ) -> None:
     expected = run_reference(make_step(query_lens, context_lens, dtype=dtype))
     assert_close(run(make_step(query_lens, context_lens, dtype=dtype)), expected)
+
+
+MIXED = ([1, 7, 1, 130, 1, 2, 40], [40, 7, 300, 150, 3, 64, 333])
+
+
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("sliding_window", [1, 16, 37, 1000])
+def test_attention_within_a_window_equals_reference(sliding_window: int, softcap: float | None) -> None:
+    """I10."""
+    expected = run_reference(make_step(*MIXED), sliding_window, softcap)
+    assert_close(run(make_step(*MIXED), sliding_window, softcap), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_attention_with_capped_scores_equals_reference(dtype: torch.dtype) -> None:
+    expected = run_reference(make_step(*MIXED, dtype=dtype), softcap=0.5)
+    assert_close(run(make_step(*MIXED, dtype=dtype), softcap=0.5), expected)
+
+
+def test_blocks_behind_the_window_are_not_read() -> None:
+    step = make_step([1, 20], [200, 100])
+    metadata = step.plan(30)
+    write_kv(step.kv, LAYER, step.k, step.v, metadata)
+    expected = paged_attention(step.q, step.kv, LAYER, metadata, 0.125, sliding_window=30)
+    step.kv[step.block_table[0, : (200 - 30) // 16]] = float("nan")
+    step.kv[step.block_table[1, : (81 - 30) // 16]] = float("nan")
+    actual = paged_attention(step.q, step.kv, LAYER, metadata, 0.125, sliding_window=30)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (8, 2), (5, 1)])
@@ -174,6 +212,10 @@ def test_attention_of_shapes_that_do_not_fit_raises_value_error() -> None:
         paged_attention(step.q[:1], step.kv, LAYER, metadata, 0.125)
     with pytest.raises(ValueError, match=r"k is .*float64"):
         write_kv(step.kv, LAYER, step.k.double(), step.v, metadata)
+    with pytest.raises(ValueError, match="not planned for a sliding window of 5"):
+        paged_attention(step.q, step.kv, LAYER, metadata, 0.125, sliding_window=5)
+    with pytest.raises(ValueError, match="at least one token is needed"):
+        step.plan(0)
     with pytest.raises(ValueError, match="the step was planned for"):
         write_kv(step.kv[1:], LAYER, step.k, step.v, metadata)
     with pytest.raises(ValueError, match=r"context_lens is .*int64"):

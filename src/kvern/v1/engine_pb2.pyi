@@ -57,15 +57,22 @@ class AddRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """The stream's own; never used twice on one stream."""
     priority: _builtins.int
     adapter: _builtins.str
+    logprobs: _builtins.int
+    """As in Output."""
+    prompt_logprobs: _builtins.int
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _inference_pb2.Sampling:
-        """seed is set. bad_words are not read."""
+        """seed is set. The texts of bad_words are not read."""
 
     @_builtins.property
     def stopping(self) -> _inference_pb2.Stopping:
@@ -73,6 +80,12 @@ class AddRequest(_message.Message):
 
     @_builtins.property
     def cache(self) -> _inference_pb2.Cache: ...
+    @_builtins.property
+    def constraint(self) -> _inference_pb2.Constraint: ...
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]:
+        """Token sequences that are never completed."""
+
     def __init__(
         self,
         *,
@@ -83,12 +96,23 @@ class AddRequest(_message.Message):
         cache: _inference_pb2.Cache | None = ...,
         priority: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        constraint: _inference_pb2.Constraint | None = ...,
+        bad_words: _abc.Iterable[_inference_pb2.TokenIds] | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache", b"cache", "constraint", b"constraint", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache", b"cache", "id", b"id", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "bad_words", b"bad_words", "cache", b"cache", "constraint", b"constraint", "id", b"id", "logprobs", b"logprobs", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___AddRequest: _TypeAlias = AddRequest  # noqa: Y015
 
@@ -97,18 +121,24 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Unknown ids are ignored."""
+    choice: _builtins.int
+    """Absent: all choices."""
     def __init__(
         self,
         *,
         id: _builtins.int = ...,
+        choice: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "choice", b"choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choice", b"_choice", "choice", b"choice", "id", b"id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__choice: _TypeAlias = _typing.Literal["choice"]  # noqa: Y015
+    _WhichOneofArgType__choice: _TypeAlias = _typing.Literal["_choice", b"_choice"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
 
 Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
@@ -171,6 +201,8 @@ class StepOutput(_message.Message):
     SCHEDULED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -195,6 +227,14 @@ class StepOutput(_message.Message):
 
     @_builtins.property
     def load(self) -> _replica_pb2.ReplicaLoad: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTokenLogprobs]:
+        """Of the entries of token_ids whose requests asked."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EnginePromptLogprobs]:
+        """Before the tokens of the same choice. At most 1 MB a message, more only where a single item is larger."""
+
     def __init__(
         self,
         *,
@@ -205,14 +245,85 @@ class StepOutput(_message.Message):
         scheduled: _abc.Iterable[Global___FirstScheduled] | None = ...,
         ended: _abc.Iterable[Global___ChoiceEnd] | None = ...,
         load: _replica_pb2.ReplicaLoad | None = ...,
+        logprobs: _abc.Iterable[Global___EngineTokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___EnginePromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "ended", b"ended", "ids", b"ids", "load", b"load", "num_tokens", b"num_tokens", "scheduled", b"scheduled", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "ended", b"ended", "ids", b"ids", "load", b"load", "logprobs", b"logprobs", "num_tokens", b"num_tokens", "prompt_logprobs", b"prompt_logprobs", "scheduled", b"scheduled", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class EngineTokenLogprobs(_message.Message):
+    """EngineTokenLogprobs is how likely the model found one token, before any processing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRY_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    entry: _builtins.int
+    """Index into token_ids. Not set for a prompt's tokens."""
+    logprob: _builtins.float
+    """Natural logarithm."""
+    rank: _builtins.int
+    """1 is the most likely. Of equally likely tokens the lowest id comes first."""
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most likely tokens, in order; the token itself may be among them."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        entry: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        rank: _builtins.int = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "logprob", b"logprob", "rank", b"rank", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineTokenLogprobs: _TypeAlias = EngineTokenLogprobs  # noqa: Y015
+
+@_typing.final
+class EnginePromptLogprobs(_message.Message):
+    """EnginePromptLogprobs is about successive tokens of a request's prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    start: _builtins.int
+    """Position of the first item. The prompt's first token has none."""
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTokenLogprobs]: ...
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        start: _builtins.int = ...,
+        items: _abc.Iterable[Global___EngineTokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "items", b"items", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnginePromptLogprobs: _TypeAlias = EnginePromptLogprobs  # noqa: Y015
 
 @_typing.final
 class FirstScheduled(_message.Message):

@@ -48,20 +48,26 @@ class ServeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> _inference_pb2.GenerateRequest:
         """The client's request, completed by the router: request_id, model and sampling.seed are set and the prompt is
         token_ids.
         """
 
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]:
+        """Token sequences that the texts of sampling.bad_words stand for."""
+
     def __init__(
         self,
         *,
         request: _inference_pb2.GenerateRequest | None = ...,
+        bad_words: _abc.Iterable[_inference_pb2.TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

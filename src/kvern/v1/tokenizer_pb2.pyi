@@ -30,6 +30,7 @@ class EncodePromptRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     HASHING_FIELD_NUMBER: _builtins.int
     KEEP_LAST_TOKENS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """May be empty where one model is served."""
     text: _builtins.str
@@ -50,6 +51,10 @@ class EncodePromptRequest(_message.Message):
     def hashing(self) -> Global___BlockHashing:
         """Absent: no digests."""
 
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that are never to be written."""
+
     def __init__(
         self,
         *,
@@ -60,10 +65,11 @@ class EncodePromptRequest(_message.Message):
         add_special_tokens: _builtins.bool | None = ...,
         hashing: Global___BlockHashing | None = ...,
         keep_last_tokens: _builtins.int | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "hashing", b"hashing", "keep_last_tokens", b"keep_last_tokens", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "hashing", b"hashing", "keep_last_tokens", b"keep_last_tokens", "model", b"model", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "chat", b"chat", "hashing", b"hashing", "keep_last_tokens", b"keep_last_tokens", "model", b"model", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -118,19 +124,25 @@ class EncodePromptResponse(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_DIGESTS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     block_digests: _builtins.bytes
     """Digests of the full blocks in order, 16 bytes each, joined."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]:
+        """Token sequences that write the bad words, at the beginning of a text or after a space."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         block_digests: _builtins.bytes = ...,
+        bad_words: _abc.Iterable[_inference_pb2.TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_digests", b"block_digests", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "block_digests", b"block_digests", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,9 +14,9 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(find_model("smollm2"))
 
 
-def new_choice(tokenizer: Tokenizer, *stops: str) -> Choice:
+def new_choice(tokenizer: Tokenizer, *stops: str, min_tokens: int = 0) -> Choice:
     decoder = DecoderFactory(tokenizer).create(skip_special_tokens=True)
-    return Choice(0, decoder, StopStringMatcher(stops, include_stop=False))
+    return Choice(0, decoder, StopStringMatcher(stops, include_stop=False), min_tokens)
 
 
 def test_text_held_back_comes_before_the_character_left_incomplete(tokenizer: Tokenizer) -> None:
@@ -44,3 +44,12 @@ def test_tokens_after_a_match_do_not_count(tokenizer: Tokenizer) -> None:
     choice.push_hidden(2)
     assert (choice.num_tokens, choice.unsent_ids, choice.finish()) == (2, ids[:2], "")
     assert (other.num_tokens, other.matched_stop) == (1, None)
+
+
+@pytest.mark.parametrize(("min_tokens", "shown"), [(0, " one"), (2, " one"), (3, " one two three")])
+def test_stop_string_complete_before_min_tokens_is_text(tokenizer: Tokenizer, min_tokens: int, shown: str) -> None:
+    choice = new_choice(tokenizer, " two", min_tokens=min_tokens)
+    ids = tokenizer.encode(" one two three two four", add_special_tokens=False)
+    assert len(ids) == 5
+    assert choice.push(ids) == shown
+    assert choice.matched_stop == " two"

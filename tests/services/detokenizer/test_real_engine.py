@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -78,3 +80,26 @@ async def test_call_cancelled_or_stopped_by_a_string_leaves_the_engine_empty(
         load = (await replica.GetReplicaInfo(replica_pb2.GetReplicaInfoRequest(), timeout=10)).load
         if (load.num_streams, load.num_running, load.num_used_blocks) == (0, 0, 0):
             return
+
+
+async def test_answer_under_a_schema_is_json_that_follows_it(
+    replica: replica_pb2_grpc.ReplicaServiceAsyncStub,
+) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    constraint = inference_pb2.Constraint(json_schema=json.dumps(schema | {"additionalProperties": False}))
+    events = [
+        inference_pb2.GenerateResponse.FromString(frame.client_frame)
+        async for frame in replica.Serve(request(constraint=constraint), timeout=60)
+    ]
+    assert json.loads("".join(event.delta.text for event in events)) == {"city": "Paris"}
+    assert events[-1].finished.reason == inference_pb2.FINISH_REASON_STOP
+
+
+async def test_schema_that_cannot_be_done_is_refused_by_name(
+    replica: replica_pb2_grpc.ReplicaServiceAsyncStub,
+) -> None:
+    call = replica.Serve(request(constraint=inference_pb2.Constraint(json_schema='{"not": {}}')), timeout=60)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        [frame async for frame in call]
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refused.value.details() or "").startswith("constraint.json_schema: cannot be compiled")

@@ -84,3 +84,17 @@ def test_text_after_the_match_is_dropped() -> None:
 
 def test_without_stop_strings_all_is_shown_at_once() -> None:
     assert run([], ["ab", "c"]) == (["ab", "c", ""], None)
+
+
+@given(stops=stop_lists, passed=short_texts, text=short_texts)
+def test_only_stop_strings_that_end_after_passed_over_text_match(stops: list[str], passed: str, text: str) -> None:
+    matcher = StopStringMatcher(stops, include_stop=False)
+    shown = "".join(map(matcher.pass_over, passed)) + matcher.push(text)
+    ends = range(len(passed) + 1, len(passed + text) + 1)
+    found = ((end, [stop for stop in stops if (passed + text)[:end].endswith(stop)]) for end in ends)
+    end, complete = next(((end, complete) for end, complete in found if complete), (0, []))
+    if complete:
+        stop = max(complete, key=len)
+        assert (shown, matcher.matched) == ((passed + text)[: end - len(stop)], stop)
+    else:
+        assert (shown + matcher.finish(), matcher.matched) == (passed + text, None)

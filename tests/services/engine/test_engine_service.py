@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -44,17 +46,30 @@ class Connection:
         self.call = call
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, engine_pb2.ChoiceEnd] = {}
+        self.choices_ended: list[engine_pb2.ChoiceEnd] = []
         self.cached: dict[int, int] = {}
         self.load = engine_pb2.StepOutput().load
+        self.logprobs: list[engine_pb2.EngineTokenLogprobs] = []
+        self.prompt_logprobs: list[engine_pb2.EnginePromptLogprobs] = []
 
-    async def add(self, number: int, prompt: list[int], max_tokens: int, **sampling: float) -> None:
-        add = engine_pb2.AddRequest(
+    async def add(
+        self,
+        number: int,
+        prompt: list[int],
+        max_tokens: int,
+        constraint: inference_pb2.Constraint | None = None,
+        **sampling: float,
+    ) -> None:
+        await self.send(
             id=number,
             prompt_token_ids=prompt,
             sampling=inference_pb2.Sampling(**sampling),  # type: ignore[arg-type]
             stopping=inference_pb2.Stopping(max_tokens=max_tokens, ignore_eos=True),
+            constraint=constraint,
         )
-        await self.call.write(engine_pb2.ConnectRequest(add=add))
+
+    async def send(self, **fields: Any) -> None:
+        await self.call.write(engine_pb2.ConnectRequest(add=engine_pb2.AddRequest(**fields)))
 
     async def abort(self, number: int) -> None:
         await self.call.write(engine_pb2.ConnectRequest(abort=engine_pb2.AbortRequest(id=number)))
@@ -63,8 +78,11 @@ class Connection:
         message = await self.call.read()
         assert message is not grpc.aio.EOF
         step = message.step
+        self.logprobs += step.logprobs
+        self.prompt_logprobs += step.prompt_logprobs
         for number, token in zip(step.ids, step.token_ids, strict=True):
             self.tokens.setdefault(number, []).append(token)
+        self.choices_ended.extend(step.ended)
         self.ended.update({ended.id: ended for ended in step.ended})
         self.cached.update({scheduled.id: scheduled.cached_tokens for scheduled in step.scheduled})
         self.load = step.load
@@ -125,6 +143,24 @@ async def test_same_seed_same_tokens_and_another_seed_others(address: str) -> No
     assert connection.tokens[0] == connection.tokens[1] != connection.tokens[2]
 
 
+async def test_logprobs_come_with_the_tokens_and_those_of_the_prompt_once(address: str) -> None:
+    """Greedy: each token is the likeliest. A prompt that repeats itself becomes likely."""
+    prompt = [500, 600, 700] * 100
+    greedy, stopping = inference_pb2.Sampling(temperature=0), inference_pb2.Stopping(max_tokens=6, ignore_eos=True)
+    async with connect(address) as (connection, _):
+        await connection.send(
+            id=1, prompt_token_ids=prompt, sampling=greedy, stopping=stopping, logprobs=2, prompt_logprobs=0
+        )
+        await connection.add(2, prompt, 6, temperature=0)
+        await connection.read_until_ended(1, 2)
+    assert [each.rank for each in connection.logprobs] == [1] * 6
+    assert [each.top_ids[0] for each in connection.logprobs] == connection.tokens[1]
+    assert {len(each.top_logprobs) for each in connection.logprobs} == {2}
+    items = [item for piece in connection.prompt_logprobs for item in piece.items]
+    assert (connection.prompt_logprobs[0].id, connection.prompt_logprobs[0].start, len(items)) == (1, 1, 299)
+    assert max(item.rank for item in items[-100:]) <= 3
+
+
 async def test_abort_frees_blocks_and_unknown_ids_are_ignored(address: str) -> None:
     """E01."""
     async with connect(address) as (connection, _):
@@ -171,6 +207,43 @@ async def test_request_that_cannot_run_is_refused_and_its_neighbour_unmoved(
     assert 2 not in connection.tokens
     assert connection.tokens[1] == connection.tokens[3]
     assert len(connection.tokens[1]) == 6
+
+
+async def test_constrained_request_ends_with_its_grammar_in_every_choice(address: str) -> None:
+    constraint = inference_pb2.Constraint(choices=inference_pb2.Choices(values=["yes", "no", "maybe"]))
+    async with connect(address) as (connection, _):
+        await connection.add(1, [100, 200, 300], 20, constraint, n=3)
+        while len(connection.choices_ended) < 3:
+            await connection.read()
+    assert {ended.reason for ended in connection.choices_ended} == {inference_pb2.FINISH_REASON_STOP}
+    assert {ended.index for ended in connection.choices_ended} == {0, 1, 2}
+
+
+async def test_constraint_that_cannot_be_compiled_is_refused_and_its_neighbour_unmoved(address: str) -> None:
+    async with connect(address) as (connection, _):
+        await connection.add(1, [100, 200, 300], 6, temperature=0)
+        await connection.add(2, [100, 200, 300], 6, inference_pb2.Constraint(json_schema='{"not": {}}'), n=2)
+        await connection.add(3, [100, 200, 300], 6, temperature=0)
+        await connection.read_until_ended(1, 2, 3)
+    assert connection.ended[2].refusal.field == "constraint.json_schema"
+    assert 'Unimplemented keys: ["not"]' in connection.ended[2].refusal.message
+    assert 2 not in connection.tokens
+    assert connection.tokens[1] == connection.tokens[3]
+
+
+async def test_request_aborted_while_its_grammar_is_compiled_never_runs(address: str) -> None:
+    items = {"enum": [f"value {number}" for number in range(5000)]}
+    schema = {"type": "array", "items": items, "minItems": 200}
+    slow = inference_pb2.Constraint(json_schema=json.dumps(schema))
+    async with connect(address) as (connection, _):
+        await connection.add(1, [100, 200, 300], 400, slow)
+        await connection.abort(1)
+        await connection.add(2, [100, 200, 300], 6, slow)
+        await connection.read_until_ended(2)
+    assert 1 not in connection.tokens
+    assert 1 not in connection.ended
+    assert len(connection.tokens[2]) == 6
+    assert (connection.load.num_running, connection.load.num_waiting) == (0, 0)
 
 
 @pytest.mark.parametrize(

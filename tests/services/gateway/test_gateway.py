@@ -186,15 +186,40 @@ async def test_chat_neutral_values_of_unsupported_fields_are_accepted(setup: Set
     assert response.status_code == 200, response.text
 
 
+async def test_chat_sampling_fields_reach_the_router(setup: Setup) -> None:
+    fields = {"n": 2, "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {"5": 1}}
+    response = await setup.chat(**fields)
+    assert response.status_code == 200, response.text
+    [request] = setup.router.received
+    sampling = request.sampling
+    assert (sampling.n, sampling.frequency_penalty, sampling.presence_penalty) == (2, 0.5, -0.5)
+    assert dict(sampling.logit_bias) == {5: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("response_format", "expected"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, inference_pb2.Constraint(json_object=True)),
+        (
+            {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"type": "integer"}}},
+            inference_pb2.Constraint(json_schema='{"type": "integer"}'),
+        ),
+    ],
+)
+async def test_chat_response_format_becomes_a_constraint(
+    setup: Setup, response_format: dict[str, object], expected: inference_pb2.Constraint | None
+) -> None:
+    assert (await setup.chat(response_format=response_format)).status_code == 200
+    [request] = setup.router.received
+    assert (request.constraint if request.HasField("constraint") else None) == expected
+
+
 @pytest.mark.parametrize(
     ("param", "value"),
     [
         ("tools", [{"type": "function"}]),
         ("logprobs", True),
-        ("response_format", {"type": "json_object"}),
-        ("n", 2),
-        ("logit_bias", {"5": 1}),
-        ("frequency_penalty", 0.5),
         ("no_such_field", 1),
     ],
 )
@@ -224,6 +249,8 @@ async def test_chat_unsupported_field_is_refused_by_name(setup: Setup, param: st
         ("stop[1]", {"stop": ["x", ""]}),
         ("stop[1]", {"stop": ["x", 5]}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("response_format.type", {"response_format": {"type": "xml"}}),
+        ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
         ("logit_bias.x", {"logit_bias": {"x": 1}}),
         ("messages", {"messages": []}),
         ("messages", {"messages": "Hello"}),

@@ -1,0 +1,41 @@
+"""What grammars allow in one step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvern.engine.device_copy import to_device
+from kvern.engine.logits_processors import TokenBitmask
+from kvern.engine.request import GrammarState, Request
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarRows:
+    """The sampled rows that grammars have a say in."""
+
+    rows: list[int]
+    states: list[GrammarState]
+    may_end: list[bool]
+
+    def bitmask(self, vocab_size: int, device: torch.device) -> TokenBitmask:
+        """Ask the grammars, as far as they have come by now."""
+        bits = np.empty((len(self.rows), -(-vocab_size // 32)), dtype=np.int32)
+        for row, state, may_end in zip(bits, self.states, self.may_end, strict=True):
+            state.fill(row, may_end=may_end)
+        return TokenBitmask(to_device(self.rows, device), to_device(bits, device, torch.int32))
+
+
+def find_grammar_rows(requests: Sequence[Request]) -> GrammarRows | None:
+    """Return which of a step's sampled rows, given whose they are, have a grammar. None: none has."""
+    found = [(row, request, request.grammar) for row, request in enumerate(requests) if request.grammar is not None]
+    if not found:
+        return None
+    return GrammarRows(
+        rows=[row for row, _, _ in found],
+        states=[state for _, _, state in found],
+        may_end=[not request.stopping.ignore_eos for _, request, _ in found],
+    )

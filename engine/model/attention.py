@@ -1,0 +1,69 @@
+"""Attention of a decoder layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvern.engine.model.config import ModelConfig, RopeConfig
+from kvern.engine.model.layers import FusedLinear, Linear, make_norm
+from kvern.engine.model.rope import Rotation, rotate
+from kvern.kernels.paged_attention import AttentionMetadata, paged_attention, write_kv
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of a step shares."""
+
+    attention: AttentionMetadata
+    kv: Tensor
+    """[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+    rotations: list[Rotation]
+    """One for each of `distinct_ropes`."""
+
+
+def distinct_ropes(config: ModelConfig) -> list[RopeConfig]:
+    """Return the rotary embeddings of a model, each once, in the order of the layers."""
+    return list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged KV cache."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
+        self.sliding_window = config.sliding_windows[layer]
+        rope = config.ropes[layer]
+        self.rotation = None if rope is None else distinct_ropes(config).index(rope)
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, config.attention_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, config.attention_output_bias)
+        self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
+        self.k_norm = make_norm(config, config.head_dim) if config.qk_norm else None
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+        if self.rotation is not None:
+            qk = rotate(qk, step.rotations[self.rotation])
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        write_kv(step.kv, self.layer, k, v, step.attention)
+        attended = paged_attention(
+            q,
+            step.kv,
+            self.layer,
+            step.attention,
+            self.scale,
+            sliding_window=self.sliding_window,
+            softcap=self.softcap,
+        )
+        out: Tensor = self.o_proj(attended.view(len(x), -1))
+        return out

@@ -1,0 +1,40 @@
+"""Decoder layers: attention, then MLP, each added to its input."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kvern.engine.model.attention import Attention, Step
+from kvern.engine.model.config import ModelConfig
+from kvern.engine.model.layers import make_norm
+from kvern.engine.model.mlp import make_mlp
+
+
+class DecoderLayer(nn.Module):
+    """Normalizes what goes into attention and MLP. Source: Llama, arXiv:2302.13971."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(config, config.hidden_size)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        self.mlp = make_mlp(config, layer)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), step)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class SandwichDecoderLayer(DecoderLayer):
+    """Normalizes what goes into attention and MLP, and what comes out. Source: Gemma 2, arXiv:2408.00118."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.pre_feedforward_layernorm = make_norm(config, config.hidden_size)
+        self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step))
+        out: Tensor = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return out

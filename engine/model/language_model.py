@@ -1,0 +1,22 @@
+"""What the runner needs of a model, whoever computes it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kvern.kernels.paged_attention import AttentionMetadata
+
+
+class LanguageModel(nn.Module):
+    """A decoder and its head. Tokens of all sequences lie one after another, without padding."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, kv: Tensor) -> Tensor:
+        """Write the tokens' KV and return their hidden states: [num_tokens, hidden_size].
+
+        token_ids, positions: [num_tokens] int; kv: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
+        raise NotImplementedError

@@ -1,0 +1,39 @@
+"""How a step's tokens are shared out among requests."""
+
+from __future__ import annotations
+
+MIN_CHUNK_TOKENS = 16
+"""Prefill tokens that a step takes even where the step-time target allows none: or a prompt would never start."""
+
+
+class StepBudget:
+    """What is left of a step's tokens."""
+
+    def __init__(self, tokens: int, prefill_tokens: int) -> None:
+        self.tokens = tokens
+        self._prefill_tokens = prefill_tokens
+        """Of these, for entries of more than one token. More is never spent on prompts."""
+
+    @property
+    def has_prefill(self) -> bool:
+        return self.tokens > 0 and self._prefill_tokens > 0
+
+    def grant(self, wanted: int, *, num_behind: int, must_share: bool) -> int:
+        """Return how many of the wanted tokens fit.
+
+        num_behind: running requests after this one, each of which is left a token.
+        must_share: others want a part too; a prompt too long for one step then takes at most half of it.
+        """
+        if wanted <= 1:
+            return min(wanted, self.tokens)
+        if not self.has_prefill:
+            return 0
+        most = max(1, min(self.tokens - num_behind, self._prefill_tokens))
+        if must_share and wanted > most:
+            most = max(most // 2, min(most, MIN_CHUNK_TOKENS))
+        return min(wanted, most)
+
+    def spend(self, num_tokens: int) -> None:
+        self.tokens -= num_tokens
+        if num_tokens > 1:
+            self._prefill_tokens -= num_tokens

@@ -1,0 +1,76 @@
+"""Compiling what requests constrain their output by, beside the event loop and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import structlog
+
+from kvern.engine.constraint import Constraint, ConstraintKind
+from kvern.engine.errors import RequestRefused
+from kvern.engine.grammar import Grammar, GrammarCompiler
+from kvern.engine.startup import Engine
+from kvern.services.runtime.model_source import ModelSource
+from kvern.v1 import inference_pb2
+
+_COMPILE_TIMEOUT_S = 30.0
+"""From arrival, with the time that others' constraints take. The library's limits bound each to about a second."""
+
+_log = structlog.get_logger("kvern.engine")
+
+
+class Grammars:
+    """Compiles constraints. The tokenizer that this needs is read once the engine serves: few requests wait for it."""
+
+    def __init__(self, source: ModelSource, engine: Engine) -> None:
+        self._loading = asyncio.create_task(self._load(source, engine))
+        self._failure = ""
+
+    async def compile(self, constraint: inference_pb2.Constraint) -> Grammar:
+        """Return a constraint's grammar. Raises RequestRefused for one that cannot be compiled, or not in time."""
+        wanted = to_constraint(constraint)
+        try:
+            async with asyncio.timeout(_COMPILE_TIMEOUT_S):
+                compiler = await asyncio.shield(self._loading)
+                if compiler is None:
+                    raise RequestRefused("constraint", f"not possible with this model: {self._failure}")
+                # Others may wait for the same grammar.
+                return await asyncio.shield(asyncio.wrap_future(compiler.compile(wanted)))
+        except TimeoutError as error:
+            raise RequestRefused(wanted.field, f"not compiled within {_COMPILE_TIMEOUT_S:g} s") from error
+
+    async def close(self) -> None:
+        """Compile nothing more."""
+        if (compiler := await self._loading) is not None:
+            compiler.close()
+
+    async def _load(self, source: ModelSource, engine: Engine) -> GrammarCompiler | None:
+        try:
+            return await asyncio.to_thread(_new_compiler, source, engine)
+        except Exception as error:  # what the libraries raise on damaged files has no common base
+            self._failure = str(error)
+            _log.warning("requests with a constraint will be refused", model=str(source.path), reason=self._failure)
+            return None
+
+
+def to_constraint(constraint: inference_pb2.Constraint) -> Constraint:
+    """Raises RequestRefused where it has no kind."""
+    name = constraint.WhichOneof("kind")
+    if name is None:
+        raise RequestRefused("constraint", "names no kind of constraint")
+    kind = ConstraintKind(name)
+    match kind:
+        case ConstraintKind.JSON_OBJECT:
+            return Constraint(kind)
+        case ConstraintKind.CHOICES:
+            return Constraint(kind, json.dumps(list(constraint.choices.values)))
+    return Constraint(kind, getattr(constraint, name))
+
+
+def _new_compiler(source: ModelSource, engine: Engine) -> GrammarCompiler:
+    # Imported here: it brings transformers' tokenizers, a second that no start should wait for.
+    from kvern.services.runtime.text import load_tokenizer
+
+    tokenizer = load_tokenizer(source)
+    return GrammarCompiler(tokenizer.backend.to_str(), engine.vocab_size, engine.eos_token_ids)

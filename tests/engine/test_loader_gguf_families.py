@@ -1,0 +1,103 @@
+"""GGUF files of other architectures: the same logits as the model they were made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvern.engine.errors import ModelError
+
+from .tiny_gguf import gguf_tensors, metadata_of, write_gguf
+from .tiny_llama import load
+from .tiny_models import PROMPT, WINDOW, expected_logits, expected_tokens, generate, paged_logits, save_tiny
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LOCAL, GLOBAL = {"rope_theta": 1e4, "rope_type": "default"}, {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
+
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama, yarn": (
+        "Llama",
+        "llama",
+        {"rope_parameters": YARN},
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 16,
+        },
+    ),
+    "qwen2": ("Qwen2", "qwen2", {"tie_word_embeddings": True}, {}),
+    "qwen3": ("Qwen3", "qwen3", {"head_dim": 16}, {}),
+    "phi3": ("Phi3", "phi3", {"sliding_window": WINDOW}, {"attention__sliding_window": WINDOW}),
+    "phi3, partial rotary": (
+        "Phi3",
+        "phi3",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"rope__dimension_count": 6, "attention__sliding_window": 0},
+    ),
+    "gemma2": (
+        "Gemma2",
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "attn_logit_softcapping": 2.0},
+        {
+            "attention__sliding_window": WINDOW,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        "gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 7,
+            "rope_parameters": {"full_attention": GLOBAL, "sliding_attention": LOCAL},
+        },
+        {
+            "attention__sliding_window": WINDOW,
+            "rope__freq_base": 1e6,
+            "rope__scaling__type": "linear",
+            "rope__scaling__factor": 8.0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_tokens_equal_the_model_it_was_made_from(tmp_path: Path, case: str) -> None:
+    name, arch, config, fields = CASES[case]
+    model = save_tiny(tmp_path / "hf", name, **config)
+    metadata = metadata_of(model, arch, **fields)
+    loaded = load(write_gguf(tmp_path / "model.gguf", gguf_tensors(model, arch), metadata=metadata))
+    assert loaded.config.architecture == f"{name}ForCausalLM"
+    assert loaded.num_parameters == model.num_parameters()
+    torch.testing.assert_close(paged_logits(loaded, 7), expected_logits(model), atol=1e-4, rtol=1e-4)
+    assert generate(loaded, 8, chunk=len(PROMPT)) == expected_tokens(model, 8)
+
+
+def test_longrope_is_read_with_its_short_factors(tmp_path: Path) -> None:
+    settings = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]}
+    settings |= {"long_factor": [3.0] * 6, "attention_factor": 1.25}
+    model = save_tiny(tmp_path / "hf", "Phi3", rope_parameters=settings, original_max_position_embeddings=64)
+    fields = {
+        "rope__scaling__type": "longrope",
+        "rope__scaling__attn_factor": 1.25,
+        "rope__scaling__original_context_length": 64,
+    }
+    tensors = gguf_tensors(model, "phi3")
+    tensors["rope_factors_short.weight"] = torch.tensor(settings["short_factor"]).numpy()
+    loaded = load(write_gguf(tmp_path / "model.gguf", tensors, metadata=metadata_of(model, "phi3", **fields)))
+    assert loaded.config.max_position_embeddings == 64
+    torch.testing.assert_close(paged_logits(loaded, 7), expected_logits(model), atol=1e-4, rtol=1e-4)
+
+
+def test_tensor_missing_from_a_fused_model_is_refused_by_name(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "hf", "Phi3")
+    tensors = gguf_tensors(model, "phi3")
+    del tensors["blk.1.attn_qkv.weight"]
+    with pytest.raises(ModelError, match=r"tensor blk\.1\.attn_qkv\.weight .* is missing"):
+        load(write_gguf(tmp_path / "model.gguf", tensors, metadata=metadata_of(model, "phi3")))

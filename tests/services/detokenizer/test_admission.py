@@ -1,0 +1,53 @@
+"""What of a request only the engine's limits decide."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvern.services.detokenizer.admission import to_add_request
+from kvern.services.runtime.errors import InvalidArgument
+from kvern.v1.inference_pb2 import GenerateRequest, Sampling, Stopping, TokenIds
+from kvern.v1.replica_pb2 import EngineInfo, ServeRequest
+
+INFO = EngineInfo(vocab_size=100, max_model_len=64)
+
+
+def serve(bad_words: list[TokenIds] | None = None, **fields: object) -> ServeRequest:
+    request = GenerateRequest(token_ids=TokenIds(ids=[5, 6]), **fields)  # type: ignore[arg-type]
+    return ServeRequest(request=request, bad_words=bad_words)
+
+
+def test_sampling_fields_reach_the_engine_and_bad_words_as_token_ids() -> None:
+    sampling = Sampling(
+        temperature=0.5,
+        min_p=0.25,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias={99: 3.0},
+        allowed_token_ids=[0, 99],
+        bad_words=["no"],
+    )
+    stopping = Stopping(max_tokens=9, min_tokens=9, stop_token_ids=[99])
+    add = to_add_request(serve([TokenIds(ids=[3, 4])], sampling=sampling, stopping=stopping), INFO)
+    sampling.ClearField("bad_words")
+    assert (add.sampling, add.stopping) == (sampling, stopping)
+    assert [list(word.ids) for word in add.bad_words] == [[3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("sampling.logit_bias[100]", {"sampling": Sampling(logit_bias={5: 1.0, 100: 1.0})}),
+        ("sampling.allowed_token_ids[1]", {"sampling": Sampling(allowed_token_ids=[99, 100])}),
+        ("stopping.stop_token_ids[0]", {"stopping": Stopping(stop_token_ids=[101], min_tokens=1)}),
+        ("stopping.min_tokens", {"stopping": Stopping(min_tokens=63)}),
+    ],
+)
+def test_request_beyond_vocabulary_or_context_is_refused_naming_the_field(
+    field: str, fields: dict[str, object]
+) -> None:
+    """D05, D06."""
+    with pytest.raises(InvalidArgument) as refused:
+        to_add_request(serve(**fields), INFO)
+    assert refused.value.field == field

@@ -1,0 +1,19 @@
+"""From what clients ask to what the tokenizer and replicas are asked."""
+
+from __future__ import annotations
+
+import random
+
+from kvern.services.router.convert import to_encode, to_serve
+from kvern.v1.inference_pb2 import GenerateRequest, Sampling, TokenIds
+from kvern.v1.tokenizer_pb2 import EncodePromptResponse
+
+
+def test_bad_words_go_to_the_tokenizer_and_come_to_the_replica_as_token_ids() -> None:
+    request = GenerateRequest(text="Hello", sampling=Sampling(bad_words=["no", "never"], logit_bias={3: 1.0}))
+    assert list(to_encode(request, "m").bad_words) == ["no", "never"]
+    encoded = EncodePromptResponse(token_ids=[7], bad_words=[TokenIds(ids=[1, 2]), TokenIds(ids=[3])])
+    serve = to_serve(request, "id", "m", encoded, random.Random(0))
+    assert serve.bad_words == encoded.bad_words
+    assert list(serve.request.token_ids.ids) == [7]
+    assert serve.request.sampling.logit_bias == {3: 1.0}
