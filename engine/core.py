@@ -36,7 +36,7 @@ class Park:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class Unpark:
     """Let a parked request go on. Others are ignored."""
 
     request_id: int
@@ -52,7 +52,7 @@ class Stop:
     """End the loop after the step under way."""
 
 
-Command = Add | Abort | Park | Resume | ResetCache | Stop
+Command = Add | Abort | Park | Unpark | ResetCache | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,8 @@ class EngineCore:
             if self._stopping:
                 return
             plan = self._scheduler.schedule()
+            if plan.first_scheduled:
+                emit(StepResult(scheduled=plan.first_scheduled, load=self._scheduler.load()))
             if plan:
                 self._in_flight.append((plan, self._runner.submit(plan)))
             elif not self._in_flight and self._scheduler.has_work:
@@ -133,8 +135,8 @@ class EngineCore:
                 emit(StepResult(load=self._scheduler.load()))
             case Park(request_id):
                 self._scheduler.park(request_id)
-            case Resume(request_id):
-                self._scheduler.resume(request_id)
+            case Unpark(request_id):
+                self._scheduler.unpark(request_id)
             case ResetCache():
                 self._scheduler.reset_cache()
             case Stop():

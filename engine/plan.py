@@ -27,6 +27,15 @@ class PlanEntry:
         return self.start + self.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class FirstScheduled:
+    """A request is computed for the first time."""
+
+    request_id: int
+    cached_tokens: int
+    """Prompt tokens whose KV is reused."""
+
+
 @dataclass(slots=True)
 class Plan:
     """One step: who runs how many tokens."""
@@ -37,6 +46,8 @@ class Plan:
     them. A preempted one comes back as if new."""
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) blocks to copy before the step: a shared partial block is about to be written."""
+    first_scheduled: list[FirstScheduled] = field(default_factory=list)
+    """Requests that this step computes for the first time."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,7 +92,9 @@ class SampledToken:
     token_id: int | None
     """None where the entry does not sample, and where `error` is set."""
     error: str = ""
-    """Why no token could be drawn, say logits that are not numbers."""
+    """Why no token could be drawn."""
+    is_corrupt: bool = False
+    """Whether that is because the logits were not numbers, so that the KV behind them cannot be trusted."""
     logprobs: TokenLogprobs | None = None
     """None where the request did not ask."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -100,15 +113,6 @@ class Runner(Protocol):
     """Executes plans. `ModelRunner` is the real one; the fleet simulation and tests bring others."""
 
     def submit(self, plan: Plan) -> Submission: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FirstScheduled:
-    """A request is computed for the first time."""
-
-    request_id: int
-    cached_tokens: int
-    """Prompt tokens whose KV is reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,8 @@ class Load:
     """Blocks that a request holds."""
     queued_prefill_tokens: int = 0
     """Known tokens not computed yet."""
+    num_failed_choices: int = 0
+    """Choices ended since the start because their logits were not numbers."""
 
 
 @dataclass(slots=True)
@@ -145,5 +151,6 @@ class StepResult:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     """Told before the tokens of the same step."""
     scheduled: list[FirstScheduled] = field(default_factory=list)
+    """Told before the step that computes them first is launched."""
     ended: list[ChoiceEnded] = field(default_factory=list)
     load: Load = field(default_factory=Load)

@@ -20,9 +20,9 @@ from kvern.engine.model import LoadedModel
 from kvern.engine.plan import Plan, PromptLogprobs, SampledToken, TokenLogprobs
 from kvern.engine.sampler import Sample, sample
 from kvern.engine.sampling_state import LogprobRows
-from kvern.kernels.paged_attention import plan_attention
+from kvern.kernels.paged_attention import plan_attention, warm_up
 
-_NOT_FINITE = "the model's logits are not finite numbers"
+_CORRUPT = SampledToken(None, error="the model's logits are not finite numbers", is_corrupt=True)
 _NOTHING_ALLOWED = "no token is left that may be sampled"
 
 _MAX_LOGITS_BYTES = 32 * 2**20
@@ -72,7 +72,7 @@ class LaunchedSample:
             if is_finite and is_allowed:
                 yield SampledToken(token_ids[row], logprobs=logprobs.get(row))
             else:
-                yield SampledToken(None, error=_NOTHING_ALLOWED if is_finite else _NOT_FINITE)
+                yield _CORRUPT if not is_finite else SampledToken(None, error=_NOTHING_ALLOWED)
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class StepSubmission:
 
 def _with_prompt(token: SampledToken, prompt: PromptLogprobs) -> SampledToken:
     if any(math.isnan(item.logprob) for item in prompt.items):
-        return SampledToken(None, error=_NOT_FINITE)
+        return _CORRUPT
     return replace(token, prompt_logprobs=prompt)
 
 
@@ -122,6 +122,7 @@ class ModelRunner:
         self._module = model.module
         self._sliding_windows = set(model.config.sliding_windows)
         self._kv = allocate_kv(model, config.block_size, num_blocks)
+        warm_up(self._kv)
         self._vocab_size = model.config.vocab_size
         self._batch = PersistentBatch(
             max_num_seqs=config.max_num_seqs,

@@ -72,7 +72,7 @@ class Scheduler:
         self._parked = OrderedRequests()
         self._step_cost = StepCost()
         self._removed_ids: list[int] = []
-        self._scheduled: list[FirstScheduled] = []
+        self._num_failed_choices = 0
 
     @property
     def has_work(self) -> bool:
@@ -82,11 +82,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestRefused for one that can never run."""
         limit = min(self._config.max_model_len, self.pool.num_blocks * self._config.block_size)
-        total = request.num_tokens + request.stopping.max_tokens
+        total = request.num_prompt_tokens + request.stopping.max_tokens
         if total > limit:
             raise RequestRefused(
                 "stopping.max_tokens",
-                f"{request.num_tokens} prompt tokens and max_tokens {request.stopping.max_tokens} make {total}, "
+                f"{request.num_prompt_tokens} prompt tokens and max_tokens {request.stopping.max_tokens} make {total}, "
                 f"the limit is {limit}",
             )
         priority = request.priority if self._config.policy is Policy.PRIORITY else 0
@@ -109,7 +109,7 @@ class Scheduler:
             request.move_to(RequestStatus.PARKED)
             self._parked.add(request)
 
-    def resume(self, request_id: int) -> None:
+    def unpark(self, request_id: int) -> None:
         """Let a parked request go on. Others are ignored."""
         request = self._requests.get(request_id)
         if request is not None and request.status is RequestStatus.PARKED:
@@ -140,8 +140,7 @@ class Scheduler:
 
     def commit(self, plan: Plan, sampled: Sequence[SampledToken]) -> StepResult:
         """Take in what a step computed: advance requests, register blocks, append tokens, end what is done."""
-        result = StepResult(scheduled=self._scheduled)
-        self._scheduled = []
+        result = StepResult()
         for entry, token in zip(plan.entries, sampled, strict=True):
             self._commit_entry(entry, token, result)
         result.load = self.load()
@@ -155,6 +154,7 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_used_blocks=self.pool.num_used,
             queued_prefill_tokens=self._waiting.num_prompt_tokens + in_running,
+            num_failed_choices=self._num_failed_choices,
         )
 
     def check_integrity(self) -> None:
@@ -202,7 +202,7 @@ class Scheduler:
                 return
             if request.num_pending_tokens or self._must_wait_for_twin(request):
                 continue
-            if not self._admit(request):
+            if not self._admit(plan, request):
                 return
             num_tokens = budget.grant(request.num_unscheduled_tokens, num_behind=0, must_share=False)
             self._plan_entry(plan, request, num_tokens, budget)
@@ -242,16 +242,16 @@ class Scheduler:
             self._running.add(leader)
         return True
 
-    def _admit(self, request: Request) -> bool:
+    def _admit(self, plan: Plan, request: Request) -> bool:
         """Move a waiting request to the running ones if there are blocks for all its known tokens."""
         spare_blocks = self._watermark if len(self._running) else 0
         while not self._tables.admit(request, spare_blocks=spare_blocks):
             if not self._take_idle_blocks(request):
                 return False
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             if request.fork_of is None:
-                self._scheduled.append(FirstScheduled(request.request_id, request.num_computed_tokens))
+                plan.first_scheduled.append(FirstScheduled(request.request_id, request.num_cached_tokens))
         self._waiting.remove(request)
         request.move_to(RequestStatus.RUNNING)
         self._running.add(request)
@@ -315,7 +315,9 @@ class Scheduler:
         if request.status is RequestStatus.FINISHED:
             return
         if token.error:
-            self._tables.drop_computed_by(request, self._holders())
+            if token.is_corrupt:
+                self._num_failed_choices += 1
+                self._tables.drop_computed_by(request, self._holders())
             self._end(request, result, FinishReason.ERROR, error=token.error)
             return
         if entry.table_generation == request.table_generation:

@@ -70,7 +70,7 @@ def _imported(part: str) -> set[str]:
 @pytest.mark.parametrize(
     ("part", "extra"),
     [
-        ("src/kvern/client.py", ""),
+        ("src/kvern/client", ""),
         ("src/kvern/v1", ""),
         ("src/kvern/cli", ""),
         ("src/kvern/supervisor", "services"),

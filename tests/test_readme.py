@@ -14,6 +14,7 @@ from google.protobuf import json_format
 
 from kvern.client import Client
 from kvern.v1 import inference_pb2
+from tests.e2e.generation import collect
 from tests.up_process import UpProcess
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
@@ -31,8 +32,9 @@ def argument_after(option: str, command: list[str]) -> str:
     return command[command.index(option) + 1]
 
 
-def test_python_example_prints_answer(running_set: UpProcess) -> None:
-    program = example("python", "InferenceServiceStub")
+@pytest.mark.parametrize("client", ["import Client", "import AsyncClient"])
+def test_python_example_prints_answer(running_set: UpProcess, client: str) -> None:
+    program = example("python", client)
     assert GRPC_ADDRESS in program
     command = [sys.executable, "-P", "-c", program.replace(GRPC_ADDRESS, running_set.listen)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -43,7 +45,7 @@ def test_grpcurl_example_names_a_method_and_a_request_that_exist(client: Client)
     command = shlex.split(example("sh", "grpcurl"))
     assert command[-2:] == [GRPC_ADDRESS, "kvern.v1.InferenceService/Generate"]
     request = json_format.Parse(argument_after("-d", command), inference_pb2.GenerateRequest())
-    assert "Paris" in "".join(event.delta.text for event in client.stream(request))
+    assert "Paris" in collect(client.stream(request)).text
 
 
 def test_curl_example_answers(running_set: UpProcess) -> None:

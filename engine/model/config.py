@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvern.engine.errors import ModelError
@@ -45,13 +45,29 @@ class DivisorScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Each frequency divided by a number of its own, from one list or the other. Source: LongRoPE, arXiv:2402.13753."""
+
+    short_divisors: tuple[float, ...]
+    long_divisors: tuple[float, ...]
+    original_max_position_embeddings: int
+    """Tokens that the short divisors are for."""
+    is_long: bool
+    """Which list is used, for every request: see `for_served_length`."""
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        return self.long_divisors if self.is_long else self.short_divisors
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary position embedding."""
 
     theta: float
     rotary_dim: int
     """Dimensions of each head, from the first on, that are rotated."""
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | DivisorScaling | LongRopeScaling | None = None
     """How frequencies are stretched for contexts longer than the model's first training."""
     attention_factor: float = 1.0
     """What rotated queries and keys are multiplied by."""
@@ -124,6 +140,26 @@ class ModelConfig(ModelShape):
     fused_weights: bool = False
     """Whether checkpoints store queries, keys and values as one tensor, and an MLP's gate and up as another."""
     experts: ExpertsConfig | None = None
+
+
+def for_served_length(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
+    """Return `config` with LongRoPE's divisors chosen for requests of up to `max_model_len` tokens. None: as trained.
+
+    KV that is kept must not depend on how long its sequence will become. So the choice is made once, as in vLLM: the
+    long divisors for every request if one may exceed the original length, else the short ones. transformers chooses in
+    each forward by the tokens it is given: it agrees on every prompt beyond the original length, and on shorter ones
+    where none longer is served, but not on a short prompt where longer ones are.
+    """
+    if max_model_len is None:
+        return config
+    return replace(config, ropes=tuple(_rope_for_served_length(rope, max_model_len) for rope in config.ropes))
+
+
+def _rope_for_served_length(rope: RopeConfig | None, max_model_len: int) -> RopeConfig | None:
+    if rope is None or not isinstance(rope.scaling, LongRopeScaling):
+        return rope
+    is_long = max_model_len > rope.scaling.original_max_position_embeddings
+    return replace(rope, scaling=replace(rope.scaling, is_long=is_long))
 
 
 def checked(config: ModelConfig, source: str) -> ModelConfig:

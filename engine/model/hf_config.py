@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,6 @@ from kvern.engine.errors import ModelError
 from kvern.engine.model.config import Activation, ExpertsConfig, ModelConfig, checked
 from kvern.engine.model.fields import Fields
 from kvern.engine.model.hf_rope import longrope_config_of, rope_config_from, rope_config_of, rope_settings_of
-
-logger = logging.getLogger(__name__)
 
 Windows = tuple[int | None, ...]
 
@@ -148,16 +145,8 @@ def _smollm3(fields: Fields) -> ModelConfig:
 
 def _phi3(fields: Fields) -> ModelConfig:
     config = _windowed(_frame(fields, eps=1e-5), fields, None)
-    rope, length = longrope_config_of(fields, config.head_dim)
-    if length < config.max_position_embeddings:
-        logger.warning(
-            "%s: contexts above %d tokens would need other rope factors, which is not supported; %d is the longest",
-            fields.source,
-            length,
-            length,
-        )
-    ropes = (rope,) * config.num_layers
-    return replace(config, ropes=ropes, max_position_embeddings=length, fused_weights=True)
+    ropes = (longrope_config_of(fields, config.head_dim),) * config.num_layers
+    return replace(config, ropes=ropes, fused_weights=True)
 
 
 def _gemma(fields: Fields) -> ModelConfig:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvern.engine.errors import ModelError
-from kvern.engine.model.config import DivisorScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from kvern.engine.model.config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 from kvern.engine.model.fields import Fields
 
 _SPELLINGS = ("rope_parameters", "rope_scaling")
@@ -59,30 +59,26 @@ def rope_kind(rope: Fields) -> str:
     return rope.text("rope_type", rope.text("type", "default"))
 
 
-def longrope_config_of(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:
-    """Return Phi-3's embedding, and how many tokens it is for.
-
-    LongRoPE has one set of divisors for contexts up to the original length and another for longer ones, so that a
-    token's KV depends on how long its sequence will be. Kept KV must not, so the first set is used, and the original
-    length is the longest.
-    """
+def longrope_config_of(fields: Fields, head_dim: int) -> RopeConfig:
+    """Return Phi-3's embedding, with the divisors for the length that the model was trained for."""
     beside = {name: fields.values.get(name) for name in ("rope_theta", "partial_rotary_factor")}
     rope = Fields(beside | dict(rope_settings_of(fields)), f"{fields.source}: rope settings")
-    trained = fields.integer("max_position_embeddings")
     theta = rope.number("rope_theta", 10000.0)
     rotary_dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
     kind = rope_kind(rope)
     if kind == "default":
-        return RopeConfig(theta, rotary_dim), trained
+        return RopeConfig(theta, rotary_dim)
     if kind not in ("longrope", "su", "yarn"):
         raise rope.error("rope_type", f"{kind!r} is not supported; default and longrope are")
     original = fields.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", 4096)
     )
+    trained = fields.integer("max_position_embeddings")
     factor = rope.number("factor", trained / original)
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    scaling = DivisorScaling(rope.numbers("short_factor", rotary_dim // 2))
-    return RopeConfig(theta, rotary_dim, scaling, rope.number("attention_factor", attention_factor)), original
+    short, long = (rope.numbers(name, rotary_dim // 2) for name in ("short_factor", "long_factor"))
+    scaling = LongRopeScaling(short, long, original, is_long=trained > original)
+    return RopeConfig(theta, rotary_dim, scaling, rope.number("attention_factor", attention_factor))
 
 
 def _original_length(rope: Fields, fields: Fields) -> int:

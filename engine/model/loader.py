@@ -15,7 +15,7 @@ from kvern.engine.config import EngineConfig
 from kvern.engine.errors import ConfigError, ModelError
 from kvern.engine.model.causal_lm import CausalLM
 from kvern.engine.model.checkpoint import Checkpoint
-from kvern.engine.model.config import ModelConfig, ModelShape
+from kvern.engine.model.config import LongRopeScaling, ModelConfig, ModelShape, for_served_length
 from kvern.engine.model.fingerprint import model_fingerprint
 from kvern.engine.model.hf_config import ARCHITECTURES
 from kvern.engine.model.language_model import LanguageModel
@@ -64,7 +64,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     checkpoint = _open_checkpoint(config.model_path)
     dtype = _dtype(config.dtype, checkpoint, device)
     if checkpoint.architecture in ARCHITECTURES:
-        module, shape, identity = _load_native(checkpoint, dtype, device, report)
+        module, shape, identity = _load_native(checkpoint, config.max_model_len, dtype, device, report)
     else:
         module, shape, identity = _load_with_transformers(checkpoint, dtype, device, report)
     report(1.0, "loaded")
@@ -80,10 +80,11 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
 
 
 def _load_native(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, report: Progress
+    checkpoint: Checkpoint, max_model_len: int | None, dtype: torch.dtype, device: torch.device, report: Progress
 ) -> tuple[LanguageModel, ModelShape, str]:
     """Return the module, its shape, and all that its output depends on beside the weights."""
-    config = checkpoint.model_config()
+    config = for_served_length(checkpoint.model_config(), max_model_len)
+    _warn_of_long_divisors(checkpoint.path, config)
     if dtype is torch.float16 and config.unit_offset_norms:
         raise ConfigError("dtype", f"float16 overflows in {config.architecture}; bfloat16 and float32 do not")
     module = _load_module(config, checkpoint, dtype, device, report)
@@ -214,6 +215,21 @@ def _warn_of_surplus(path: Path, names: list[str]) -> None:
     if names:
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         logger.warning("%s: %d tensors are not part of the model and were left out: %s", path, len(names), shown)
+
+
+def _warn_of_long_divisors(path: Path, config: ModelConfig) -> None:
+    lengths = {
+        rope.scaling.original_max_position_embeddings
+        for rope in config.ropes
+        if rope is not None and isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long
+    }
+    for length in lengths:
+        logger.warning(
+            "%s: LongRoPE's factors for long contexts are used; a max_model_len of at most %d would use those for "
+            "short ones, which serve these better",
+            path,
+            length,
+        )
 
 
 def _no_progress(share: float, what: str) -> None:

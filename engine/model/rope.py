@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor, nn
 
-from kvern.engine.model.config import DivisorScaling, LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from kvern.engine.model.config import (
+    DivisorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+)
 
 Rotation = tuple[Tensor, Tensor]
 """What `rotate` multiplies by at each position, the same for all heads: two of [num_tokens, 1, rotary_dim], the cosine,
@@ -52,8 +59,8 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
             return frequencies
         case LinearScaling(factor):
             return frequencies / factor
-        case DivisorScaling(divisors):
-            return frequencies / torch.tensor(divisors, dtype=torch.float32)
+        case DivisorScaling() | LongRopeScaling():
+            return frequencies / torch.tensor(config.scaling.divisors, dtype=torch.float32)
         case Llama3Scaling():
             return _scaled_as_llama3(frequencies, config.scaling)
         case YarnScaling():

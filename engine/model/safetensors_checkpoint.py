@@ -70,6 +70,10 @@ class SafetensorsCheckpoint:
     def unread(self) -> list[str]:
         return sorted(self._file_of.keys() - self._read)
 
+    def weights_name(self) -> str:
+        """Return the name of the index, or of the one weight file where there is none."""
+        return _INDEX if (self.path / _INDEX).exists() else self.weight_files[0].name
+
     def raw_config(self) -> dict[str, Any]:
         """Return config.json as it is."""
         return self._config

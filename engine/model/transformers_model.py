@@ -246,6 +246,8 @@ def _obstacle(config: Any) -> str | None:
 
 def _load(checkpoint: SafetensorsCheckpoint, config: Any, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """Return the model and what the loading reports. transformers itself would fill in what is missing at random."""
+    # It would read a model.safetensors beside an index instead of what the index names.
+    config.transformers_weights = checkpoint.weights_name()
     try:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.path,

@@ -2,20 +2,25 @@
 
 A step is planned once, then run once a layer: what depends on the lengths of the sequences alone is not done again for
 every layer. The KV cache is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values.
-The torch path runs on every device; it is written for CPUs.
+float32 on a CPU has a compiled kernel, everything else gathers blocks and uses torch's dense attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvern.kernels.paged_attention import cpu
+from kvern.kernels.paged_attention import gathered
 
-__all__ = ["AttentionMetadata", "paged_attention", "plan_attention", "write_kv"]
+if TYPE_CHECKING:
+    from kvern.kernels.paged_attention import cpu
+
+__all__ = ["AttentionMetadata", "paged_attention", "plan_attention", "warm_up", "write_kv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,8 @@ class AttentionMetadata:
 
     num_tokens: int
     kv_shape: torch.Size
-    plan: cpu.Plan
+    windows: frozenset[int | None]
+    plan: cpu.Plan | gathered.Plan
 
 
 def plan_attention(
@@ -55,11 +61,16 @@ def plan_attention(
             f"{len(block_table)} block tables, {len(context_lens)} context lengths and {len(cu_query_lens) - 1} "
             "sequences of queries must be as many"
         )
-    windows = set(sliding_windows)
+    windows = frozenset(sliding_windows)
     if any(window is not None and window < 1 for window in windows):
         raise ValueError(f"sliding windows are {sorted(map(str, windows))}; at least one token is needed")
-    plan = cpu.plan(kv, block_table, cu_query_lens.tolist(), context_lens.tolist(), slot_mapping, windows)
-    return AttentionMetadata(num_tokens=len(slot_mapping), kv_shape=kv.shape, plan=plan)
+    starts, lens = cu_query_lens.tolist(), context_lens.tolist()
+    plan: cpu.Plan | gathered.Plan
+    if kv.dtype is torch.float32 and kv.device.type == "cpu":
+        plan = _compiled().plan(block_table, starts, lens, slot_mapping)
+    else:
+        plan = gathered.plan(kv, block_table, starts, lens, slot_mapping, windows)
+    return AttentionMetadata(len(slot_mapping), kv.shape, windows, plan)
 
 
 def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
@@ -72,7 +83,10 @@ def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, metadata: AttentionMe
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape != expected or tensor.dtype is not kv.dtype:
             raise ValueError(f"{name} is {_describe(tensor)}; {list(expected)} of {kv.dtype} is needed")
-    cpu.write_kv(kv, layer, k, v, metadata.plan)
+    if isinstance(metadata.plan, gathered.Plan):
+        gathered.write_kv(kv, layer, k, v, metadata.plan)
+    else:
+        _compiled().write_kv(kv, layer, k, v, metadata.plan)
 
 
 def paged_attention(
@@ -98,9 +112,28 @@ def paged_attention(
         raise ValueError(f"q is {_describe(q)}; [{metadata.num_tokens}, num_heads, {head_dim}] of {kv.dtype} is needed")
     if q.shape[1] % num_kv_heads:
         raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
-    if sliding_window not in metadata.plan.reaches:
+    if sliding_window not in metadata.windows:
         raise ValueError(f"the step was not planned for a sliding window of {sliding_window}")
-    return cpu.paged_attention(q, kv, layer, metadata.plan, scale, sliding_window, softcap)
+    if isinstance(metadata.plan, gathered.Plan):
+        return gathered.paged_attention(q, kv, layer, metadata.plan, scale, sliding_window, softcap)
+    out: Tensor = _compiled().paged_attention(q, kv, layer, metadata.plan, scale, sliding_window, softcap)
+    return out
+
+
+def warm_up(kv: Tensor) -> None:
+    """Compile what steps on this memory need, or load what was compiled before: seconds on a machine's first start."""
+    one = torch.zeros(1, kv.shape[3], kv.shape[5], dtype=kv.dtype, device=kv.device)
+    table, starts, lens = (torch.tensor(each, dtype=torch.int32, device=kv.device) for each in ([[0]], [0, 1], [1]))
+    metadata = plan_attention(kv, table, starts, lens, torch.tensor([-1], device=kv.device))
+    write_kv(kv, 0, one, one, metadata)
+    paged_attention(one, kv, 0, metadata, 1.0)
+
+
+def _compiled() -> ModuleType:
+    # Imported here: where there is a GPU, numba need not be installed.
+    from kvern.kernels.paged_attention import cpu
+
+    return cpu
 
 
 def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> None:

@@ -1,281 +1,352 @@
-"""Paged attention in torch: gather a sequence's blocks, then dense attention.
+"""Paged attention on a CPU in float32, compiled by numba. It reads the blocks where they lie.
 
-Sequences with one query token are batched, those of like context length together, so that little is padded. Longer
-runs of queries go one sequence at a time, in tiles. Blocks may hold anything, NaN too, past a sequence's context.
+A query's result is the same bits whatever it is computed with: alone or beside others, in a chunk or in a whole prompt.
+All queries take one path through one loop nest, and everything is added up in an order that depends on positions
+alone: scores by dimension, weights by lane (position modulo the tile), values by position. What a query may not see
+adds exact zeros.
+
+A work item is one KV head and a tile of queries of one sequence. Each tile of keys is transposed once, so that the
+innermost loop runs over keys and needs no sum across a register; four queries share what is loaded. Measured on an AMD
+EPYC 9004 against gathering and torch's dense attention: 1.8 times as fast for one query on 2,000 keys, as fast for
+prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import numba
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
-_TILE = 128
-"""Most queries of one chunk attended together: bounds the mask, and skips most of what causality hides."""
+_TILE = 64
+"""Keys attended together: four registers of 16."""
 
-_MAX_PADDING = 1.5
-"""Longest context of a group over its shortest, in blocks."""
+_MAX_QUERIES = 32
+"""Of one work item."""
 
-_GROUP_BYTES = 4 << 20
-"""Most KV gathered for one group: what a processor's caches hold between gathering and attending."""
+_SCORE_BYTES = 256 * 1024
+"""Most bytes of scores a work item holds for each query head of its KV head."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Sequences with one query token each."""
-
-    tokens: Tensor
-    """[group] rows of q."""
-    kv_rows: Tensor
-    """[2 * group * num_kv_heads * num_blocks] rows to gather, of block_size * head_dim elements."""
-    hidden_rows: Tensor
-    """Gathered rows of head_dim elements that lie past their sequence's context, in its last block."""
-    mask: Tensor
-    """[group, 1, 1, num_blocks * block_size], 0 or -inf. What pads a sequence to the group's length is its own first
-    block, so that nobody else's numbers come near it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """One sequence's run of query tokens, q[begin:end]."""
-
-    begin: int
-    end: int
-    context_len: int
-    kv_rows: Tensor
-    """[2 * num_kv_heads * num_blocks] rows to gather, of block_size * head_dim elements."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Reach:
-    """A step's sequences, cut to what one sliding window lets them attend."""
-
-    groups: tuple[_Group, ...]
-    chunks: tuple[_Chunk, ...]
-    mask: Tensor
-    """[_TILE, longest context of a chunk], 0 or -inf: of any tile, the mask is the lower right corner."""
-    window: int | None
+_QUAD = 4
+"""Queries attended together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step, ready to run for any layer. Rows count from the layer's first element on."""
+    """A step, ready to run for any layer."""
 
-    written: Tensor | None
-    """Tokens whose KV is stored. None: all."""
-    write_rows: Tensor
-    """[num_written * num_kv_heads] rows of head_dim elements that the keys go to."""
-    reaches: dict[int | None, _Reach]
-    """By sliding window."""
-    workspace: Tensor
-    """[rows, block_size * head_dim] for what is gathered. One allocation a step: fresh memory costs page faults."""
+    block_table: NDArray[np.int32]
+    """[num_seqs, max_blocks]."""
+    items: NDArray[np.int64]
+    """[num_items, 4]: sequence, first row of q, number of rows, position of the first row."""
+    slots: NDArray[np.int64]
+    """[num_tokens], -1 where nothing is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What is the same for all sequences of one layer."""
-
-    rows: Tensor
-    """The layer's memory in rows of block_size * head_dim elements."""
-    workspace: Tensor
-    num_kv_heads: int
-    scale: float
-    softcap: float | None
-
-    def gather(self, kv_rows: Tensor) -> Tensor:
-        return torch.index_select(self.rows, 0, kv_rows, out=self.workspace[: len(kv_rows)])
-
-
-def plan(
-    kv: Tensor,
-    block_table: Tensor,
-    query_starts: list[int],
-    context_lens: list[int],
-    slot_mapping: Tensor,
-    windows: set[int | None],
-) -> Plan:
+def plan(block_table: Tensor, query_starts: list[int], context_lens: list[int], slot_mapping: Tensor) -> Plan:
     """Prepare a step. query_starts has one more item than there are sequences; the rest is as in the launcher."""
-    written = None if bool((slot_mapping >= 0).all()) else (slot_mapping >= 0).nonzero().flatten()
-    slots = slot_mapping if written is None else slot_mapping[written]
-    reaches = {window: _plan_reach(kv, block_table, query_starts, context_lens, window) for window in windows}
-    gathered = [group.kv_rows for reach in reaches.values() for group in reach.groups]
-    gathered += [chunk.kv_rows for reach in reaches.values() for chunk in reach.chunks]
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    items = [
+        item
+        for sequence, (begin, end) in enumerate(pairwise(query_starts))
+        for item in _tiles(sequence, begin, end, context_lens[sequence])
+    ]
     return Plan(
-        written=written,
-        write_rows=_write_rows(kv, slots),
-        reaches=reaches,
-        workspace=kv.new_empty(max(map(len, gathered)), kv.shape[4] * kv.shape[5]),
+        block_table.contiguous().numpy(), _dealt(np.array(items, dtype=np.int64)), slot_mapping.contiguous().numpy()
     )
 
 
-def _plan_reach(
-    kv: Tensor, block_table: Tensor, query_starts: list[int], context_lens: list[int], window: int | None
-) -> _Reach:
-    """Plan for one window. Blocks that no query of a sequence reaches are left out, as if its context began later."""
-    block_size = kv.shape[4]
-    first_blocks = [0] * len(context_lens)
-    if window is not None:
-        for sequence, length in enumerate(context_lens):
-            first_query = length - (query_starts[sequence + 1] - query_starts[sequence])
-            first_blocks[sequence] = max(0, first_query - window + 1) // block_size
-        context_lens = [length - first * block_size for length, first in zip(context_lens, first_blocks, strict=True)]
-    blocks = [-(-length // block_size) for length in context_lens]
-    decodes, chunks = [], []
-    for sequence, (begin, end) in enumerate(pairwise(query_starts)):
-        if end - begin == 1:
-            decodes.append(sequence)
-        else:
-            first = first_blocks[sequence]
-            table = block_table[sequence : sequence + 1, first : first + blocks[sequence]]
-            chunks.append(_Chunk(begin, end, context_lens[sequence], _gather_rows(kv, table)))
-    groups = tuple(
-        _plan_group(kv, block_table, members, query_starts, context_lens, first_blocks, window)
-        for members in _alike(decodes, blocks, kv[0, 0].numel() * kv.element_size())
-    )
-    longest = max((chunk.context_len for chunk in chunks), default=_TILE)
-    return _Reach(groups, tuple(chunks), _causal_mask(longest, window, kv), window)
+def _tiles(sequence: int, begin: int, end: int, context_len: int) -> list[tuple[int, int, int, int]]:
+    size = max(1, min(_MAX_QUERIES, _SCORE_BYTES // (4 * context_len)))
+    first = context_len - (end - begin)
+    starts = range(begin, end, size)
+    return [(sequence, start, min(size, end - start), first + start - begin) for start in starts]
+
+
+def _dealt(items: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Order items so that equal shares of the list are about equal work: each thread takes one."""
+    work = items[:, 2] * (items[:, 3] + items[:, 2])
+    order = np.argsort(-work, kind="stable")
+    num_threads = numba.get_num_threads()
+    dealt: NDArray[np.int64] = items[np.concatenate([order[thread::num_threads] for thread in range(num_threads)])]
+    return dealt
 
 
 def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
     """Store the step's keys and values of one layer."""
-    head_dim = kv.shape[5]
-    if plan.written is not None:
-        k, v = k[plan.written], v[plan.written]
-    for part, values in enumerate((k, v)):
-        rows = _rows(kv, layer, part, head_dim)
-        rows.index_copy_(0, plan.write_rows, values.reshape(-1, head_dim))
+    _write(_memory(kv), _strides(kv), layer, k.contiguous().numpy(), v.contiguous().numpy(), plan.slots, kv.shape[4])
 
 
 def paged_attention(
     q: Tensor, kv: Tensor, layer: int, plan: Plan, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """Attend one layer. Shapes as in the launcher."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    call = _Call(_rows(kv, layer, 0, plan.workspace.shape[1]), plan.workspace, kv.shape[3], scale, softcap)
-    reach = plan.reaches[window]
-    for group in reach.groups:
-        _attend_group(q, group, call, out)
-    for chunk in reach.chunks:
-        _attend_chunk(q, chunk, reach, call, out)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    _attend(
+        q.contiguous().numpy(),
+        out.numpy(),
+        _memory(kv),
+        _strides(kv),
+        layer,
+        plan.block_table,
+        plan.items,
+        kv.shape[3],
+        kv.shape[4],
+        np.float32(scale),
+        window or 0,
+        np.float32(softcap or 0.0),
+    )
     return out
 
 
-def _attend_group(q: Tensor, group: _Group, call: _Call, out: Tensor) -> None:
-    """Query heads that share a KV head stand as queries of that head."""
-    size, num_heads, head_dim = len(group.tokens), q.shape[1], q.shape[2]
-    gathered = call.gather(group.kv_rows).view(-1, head_dim)
-    gathered.index_fill_(0, group.hidden_rows, 0)
-    keys, values = gathered.view(2, size, call.num_kv_heads, -1, head_dim)
-    queries = q.index_select(0, group.tokens).view(size, call.num_kv_heads, -1, head_dim)
-    attended = _attend(queries, keys, values, group.mask, call)
-    out.index_copy_(0, group.tokens, attended.reshape(size, num_heads, head_dim))
+def _memory(kv: Tensor) -> NDArray[np.float32]:
+    return kv.as_strided((kv.numel(),), (1,)).numpy()
 
 
-def _attend_chunk(q: Tensor, chunk: _Chunk, reach: _Reach, call: _Call, out: Tensor) -> None:
-    """Each tile of queries sees the context from what its first token reaches up to its own last token."""
-    keys, values = call.gather(chunk.kv_rows).view(2, 1, call.num_kv_heads, -1, q.shape[2])
-    for begin in range(chunk.begin, chunk.end, _TILE):
-        end = min(begin + _TILE, chunk.end)
-        last = chunk.context_len - (chunk.end - end)
-        first = 0 if reach.window is None else max(0, last - (end - begin) - reach.window + 1)
-        mask = reach.mask[begin - end :, first - last :]
-        queries = q[begin:end].transpose(0, 1)[None]
-        attended = _attend(queries, keys[:, :, first:last], values[:, :, first:last], mask, call)
-        out[begin:end] = attended[0].transpose(0, 1)
+def _strides(kv: Tensor) -> tuple[int, int, int, int]:
+    """Return how far apart blocks, layers, keys and values, and heads are, in elements."""
+    block, layer, part, head = kv.stride()[:4]
+    return block, layer, part, head
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, call: _Call) -> Tensor:
-    """Return softmax(queries @ keys * scale + mask) @ values, scores capped where there is a cap.
+def _compiled(function: Any, **options: Any) -> Any:
+    # Products and sums may fuse, nothing else: what is added in which order is as written.
+    options |= {"nogil": True, "error_model": "numpy", "fastmath": {"contract"}}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder that could be written to
+        return numba.njit(**options)(function)
 
-    queries: [batch, num_heads, num_queries, head_dim]; keys, values: [batch, num_kv_heads, num_keys, head_dim];
-    mask: what broadcasts to [batch, num_heads, num_queries, num_keys].
+
+@_compiled
+def _write(memory, strides, layer, k, v, slots, block_size):  # type: ignore[no-untyped-def]
+    block_stride, layer_stride, part_stride, head_stride = strides
+    for token in range(len(slots)):
+        if slots[token] >= 0:
+            block, offset = slots[token] // block_size, slots[token] % block_size
+            first = block * block_stride + layer * layer_stride + offset * k.shape[2]
+            for head in range(k.shape[1]):
+                at = first + head * head_stride
+                for dim in range(k.shape[2]):
+                    memory[at + dim] = k[token, head, dim]
+                    memory[at + part_stride + dim] = v[token, head, dim]
+
+
+@_compiled
+def _load_keys(keys, memory, first_row, block_stride, block_size, table, at, begin, stop, head_dim):  # type: ignore[no-untyped-def]
+    """Copy the keys of the tile at position `at`, those in [begin, stop), transposed. Other lanes stay as they are."""
+    position, end = max(at, begin), min(at + _TILE, stop)
+    while position < end:
+        block = position // block_size
+        offset = position - block * block_size
+        row = first_row + table[block] * block_stride + offset * head_dim
+        for lane in range(position - at, min(position + block_size - offset, end) - at):
+            key = memory[row : row + head_dim]
+            for dim in range(head_dim):
+                keys[dim, lane] = key[dim]
+            row += head_dim
+        position += block_size - offset
+
+
+@_compiled
+def _load_values(values, memory, first_row, block_stride, block_size, table, at, begin, stop, head_dim):  # type: ignore[no-untyped-def]
+    """Copy the values of the tile at position `at`, those in [begin, stop). Other lanes stay as they are."""
+    position, end = max(at, begin), min(at + _TILE, stop)
+    while position < end:
+        block = position // block_size
+        offset = position - block * block_size
+        row = first_row + table[block] * block_stride + offset * head_dim
+        lane, next_lane = position - at, min(position + block_size - offset, end) - at
+        values[lane:next_lane].reshape(-1)[:] = memory[row : row + (next_lane - lane) * head_dim]
+        position += block_size - offset
+
+
+@_compiled
+def _score(scores, queries, keys):  # type: ignore[no-untyped-def]
+    """scores: [4, tile]; queries: [4, depth]; keys: [depth, tile]. Dimensions are added in order."""
+    scores[:] = 0.0
+    for dim in range(0, queries.shape[1], 4):
+        a0, a1, a2, a3 = queries[0, dim], queries[0, dim + 1], queries[0, dim + 2], queries[0, dim + 3]
+        b0, b1, b2, b3 = queries[1, dim], queries[1, dim + 1], queries[1, dim + 2], queries[1, dim + 3]
+        c0, c1, c2, c3 = queries[2, dim], queries[2, dim + 1], queries[2, dim + 2], queries[2, dim + 3]
+        d0, d1, d2, d3 = queries[3, dim], queries[3, dim + 1], queries[3, dim + 2], queries[3, dim + 3]
+        for lane in range(_TILE):
+            k0, k1, k2, k3 = keys[dim, lane], keys[dim + 1, lane], keys[dim + 2, lane], keys[dim + 3, lane]
+            scores[0, lane] = scores[0, lane] + a0 * k0 + a1 * k1 + a2 * k2 + a3 * k3
+            scores[1, lane] = scores[1, lane] + b0 * k0 + b1 * k1 + b2 * k2 + b3 * k3
+            scores[2, lane] = scores[2, lane] + c0 * k0 + c1 * k1 + c2 * k2 + c3 * k3
+            scores[3, lane] = scores[3, lane] + d0 * k0 + d1 * k1 + d2 * k2 + d3 * k3
+
+
+@_compiled
+def _add_values(attended, weights, values, end):  # type: ignore[no-untyped-def]
+    """Add the weighted values of lanes [0, end). attended: [4, head_dim]; weights: [4, tile]; values: [tile, head_dim].
+
+    Lanes are added in order. Beyond `end`, up to the next multiple of 4, weights are 0.
     """
-    if call.softcap is None:
-        return functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=call.scale, enable_gqa=queries.shape[1] != keys.shape[1]
+    for lane in range(0, end, 4):
+        a0, a1, a2, a3 = weights[0, lane], weights[0, lane + 1], weights[0, lane + 2], weights[0, lane + 3]
+        b0, b1, b2, b3 = weights[1, lane], weights[1, lane + 1], weights[1, lane + 2], weights[1, lane + 3]
+        c0, c1, c2, c3 = weights[2, lane], weights[2, lane + 1], weights[2, lane + 2], weights[2, lane + 3]
+        d0, d1, d2, d3 = weights[3, lane], weights[3, lane + 1], weights[3, lane + 2], weights[3, lane + 3]
+        for dim in range(values.shape[1]):
+            v0, v1, v2, v3 = values[lane, dim], values[lane + 1, dim], values[lane + 2, dim], values[lane + 3, dim]
+            attended[0, dim] = attended[0, dim] + a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
+            attended[1, dim] = attended[1, dim] + b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3
+            attended[2, dim] = attended[2, dim] + c0 * v0 + c1 * v1 + c2 * v2 + c3 * v3
+            attended[3, dim] = attended[3, dim] + d0 * v0 + d1 * v1 + d2 * v2 + d3 * v3
+
+
+@_compiled
+def _hide(scores, at, lowest, position, softcap):  # type: ignore[no-untyped-def]
+    """Cap a query's scores of a tile, then hide those before `lowest` and after `position`."""
+    if softcap > 0:
+        for lane in range(_TILE):
+            scores[lane] = softcap * np.float32(math.tanh(scores[lane] / softcap))
+    for lane in range(_TILE):
+        if at + lane < lowest or at + lane > position:
+            scores[lane] = -np.inf
+
+
+@_compiled
+def _exponentiate(scores, maximum, exponents):  # type: ignore[no-untyped-def]
+    """Turn a query's scores of a tile into exp(score - maximum): 0 where hidden, NaN where NaN.
+
+    exponents: [tile] int32, scratch. Source of range reduction and coefficients: expf of the Cephes library,
+    https://netlib.org/cephes.
+    """
+    for lane in range(_TILE):
+        x = scores[lane] - maximum
+        n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+        r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+        y = np.float32(1.9875691500e-4)
+        y = y * r + np.float32(1.3981999507e-3)
+        y = y * r + np.float32(8.3334519073e-3)
+        y = y * r + np.float32(4.1665795894e-2)
+        y = y * r + np.float32(1.6666665459e-1)
+        y = y * r + np.float32(5.0000001201e-1)
+        y = y * (r * r) + r + np.float32(1.0)
+        scores[lane] = np.float32(0.0) if x < np.float32(-87.0) else y
+        exponents[lane] = (np.int32(max(n, np.float32(-126.0))) + np.int32(127)) << np.int32(23)
+    powers = exponents.view(np.float32)
+    for lane in range(_TILE):
+        scores[lane] *= powers[lane]
+
+
+@_compiled
+def _gather_queries(q, item, head, num_groups, scale):  # type: ignore[no-untyped-def]
+    """Return [num_quads, 4, depth]: an item's queries, scaled, those of one token together, filled up with zeros."""
+    count, head_dim = item[2], q.shape[2]
+    num_quads, depth = -(-count * num_groups // _QUAD), -(-head_dim // 4) * 4
+    queries = np.zeros((num_quads * _QUAD, depth), dtype=np.float32)
+    for row in range(count * num_groups):
+        for dim in range(head_dim):
+            queries[row, dim] = q[item[1] + row // num_groups, head * num_groups + row % num_groups, dim] * scale
+    return queries.reshape((num_quads, _QUAD, depth))
+
+
+@_compiled
+def _attend_item(  # type: ignore[no-untyped-def]
+    queries,
+    item,
+    num_groups,
+    memory,
+    first_row,
+    part_stride,
+    block_stride,
+    block_size,
+    table,
+    head_dim,
+    window,
+    softcap,
+):
+    """Return what each query attends, its weights not yet divided by their sum, and that sum.
+
+    [num_quads, 4, head_dim] and [num_quads, 4]. first_row: where the head's keys begin in a block 0.
+    """
+    num_quads, _, depth = queries.shape
+    first, stop = item[3], item[3] + item[2]
+    begin = max(0, first - window + 1) if window else 0
+    start = begin // _TILE * _TILE
+    num_tiles = -(-(stop - start) // _TILE)
+    scores = np.empty((num_quads, num_tiles, _QUAD, _TILE), dtype=np.float32)
+    maxima = np.full((num_quads, _QUAD, _TILE), -np.inf, dtype=np.float32)
+    keys = np.zeros((depth, _TILE), dtype=np.float32)
+    values = np.zeros((_TILE, head_dim), dtype=np.float32)
+    for tile in range(num_tiles):
+        at = start + tile * _TILE
+        _load_keys(keys, memory, first_row, block_stride, block_size, table, at, begin, stop, head_dim)
+        for quad in range(num_quads):
+            if _is_seen(quad, at, first, stop, num_groups, window):
+                _score(scores[quad, tile], queries[quad], keys)
+                for row in range(_QUAD):
+                    position = min(first + (quad * _QUAD + row) // num_groups, stop - 1)
+                    lowest = position - window + 1 if window else 0
+                    if softcap > 0 or at < lowest or at + _TILE > position + 1:
+                        _hide(scores[quad, tile, row], at, lowest, position, softcap)
+                    for lane in range(_TILE):
+                        maxima[quad, row, lane] = max(maxima[quad, row, lane], scores[quad, tile, row, lane])
+    for quad in range(num_quads):
+        for row in range(_QUAD):
+            for lane in range(1, _TILE):
+                maxima[quad, row, 0] = max(maxima[quad, row, 0], maxima[quad, row, lane])
+    sums = np.zeros((num_quads, _QUAD, _TILE), dtype=np.float32)
+    attended = np.zeros((num_quads, _QUAD, head_dim), dtype=np.float32)
+    exponents = np.empty(_TILE, dtype=np.int32)
+    for tile in range(num_tiles):
+        at = start + tile * _TILE
+        _load_values(
+            values, memory, first_row + part_stride, block_stride, block_size, table, at, begin, stop, head_dim
         )
-    size, num_heads, num_queries, head_dim = queries.shape
-    grouped = queries.reshape(size, keys.shape[1], -1, head_dim)
-    products = (grouped @ keys.transpose(-1, -2)).to(torch.float32)
-    scores = products.mul_(call.scale / call.softcap).tanh_().mul_(call.softcap)
-    weights = (scores.view(size, num_heads, num_queries, -1) + mask).softmax(dim=-1).to(values.dtype)
-    return (weights.view(products.shape) @ values).view(queries.shape)
+        for quad in range(num_quads):
+            if _is_seen(quad, at, first, stop, num_groups, window):
+                weights = scores[quad, tile]
+                for row in range(_QUAD):
+                    _exponentiate(weights[row], maxima[quad, row, 0], exponents)
+                    for lane in range(_TILE):
+                        sums[quad, row, lane] += weights[row, lane]
+                last = min(first + (quad * _QUAD + _QUAD - 1) // num_groups, stop - 1)
+                _add_values(attended[quad], weights, values, min(_TILE, last - at + 1))
+    for quad in range(num_quads):
+        for row in range(_QUAD):
+            for lane in range(1, _TILE):
+                sums[quad, row, 0] += sums[quad, row, lane]
+    return attended, sums
 
 
-def _alike(sequences: list[int], blocks: list[int], bytes_per_block: int) -> Iterator[list[int]]:
-    """Part sequences into groups of like length, longest first, each within the bounds above."""
-    group: list[int] = []
-    for sequence in sorted(sequences, key=blocks.__getitem__, reverse=True):
-        longest = blocks[group[0]] if group else blocks[sequence]
-        too_short = blocks[sequence] * _MAX_PADDING < longest
-        if group and (too_short or (len(group) + 1) * longest * bytes_per_block > _GROUP_BYTES):
-            yield group
-            group = []
-        group.append(sequence)
-    if group:
-        yield group
+@_compiled
+def _is_seen(quad, at, first, stop, num_groups, window):  # type: ignore[no-untyped-def]
+    """Whether one of four queries sees a key of the tile that begins at position `at`."""
+    lowest = first + quad * _QUAD // num_groups - window + 1 if window else 0
+    last = min(first + (quad * _QUAD + _QUAD - 1) // num_groups, stop - 1)
+    return lowest - _TILE < at <= last
 
 
-def _plan_group(
-    kv: Tensor,
-    block_table: Tensor,
-    members: list[int],
-    query_starts: list[int],
-    context_lens: list[int],
-    first_blocks: list[int],
-    window: int | None,
-) -> _Group:
-    device, (num_kv_heads, block_size) = kv.device, kv.shape[3:5]
-    lengths, first = torch.tensor(
-        [[context_lens[member] for member in members], [first_blocks[member] for member in members]], device=device
-    )[..., None]
-    num_blocks = -(-context_lens[members[0]] // block_size)
-    positions = torch.arange(num_blocks * block_size, device=device)
-    columns = torch.where(positions[::block_size] < lengths, first + torch.arange(num_blocks, device=device), first)
-    table = block_table[torch.tensor(members, device=device)[:, None], columns]
-    past = positions >= lengths
-    in_last_block = positions < (lengths + block_size - 1) // block_size * block_size
-    sequence, position = (past & in_last_block).nonzero(as_tuple=True)
-    heads = torch.arange(num_kv_heads, device=device)[:, None]
-    key_rows = (sequence * num_kv_heads + heads) * len(positions) + position
-    hidden = past if window is None else past | (positions < lengths - window)
-    mask = torch.zeros(hidden.shape, dtype=kv.dtype, device=device).masked_fill_(hidden, float("-inf"))
-    return _Group(
-        tokens=torch.tensor([query_starts[member] for member in members], device=device),
-        kv_rows=_gather_rows(kv, table),
-        hidden_rows=torch.cat((key_rows, key_rows + hidden.numel() * num_kv_heads)).flatten(),
-        mask=mask[:, None, None],
-    )
+def _attend_all(  # type: ignore[no-untyped-def]
+    q, out, memory, strides, layer, block_table, items, num_kv_heads, block_size, scale, window, softcap
+):
+    block_stride, layer_stride, part_stride, head_stride = strides
+    num_groups = q.shape[1] // num_kv_heads
+    for work in numba.prange(len(items) * num_kv_heads):
+        item, head = items[work // num_kv_heads], work % num_kv_heads
+        queries = _gather_queries(q, item, head, num_groups, scale)
+        first_row = layer * layer_stride + head * head_stride
+        attended, sums = _attend_item(
+            queries, item, num_groups, memory, first_row, part_stride, block_stride, block_size, block_table[item[0]],
+            q.shape[2], window, softcap,
+        )  # fmt: skip
+        for row in range(item[2] * num_groups):
+            quad, place = row // _QUAD, row % _QUAD
+            for dim in range(q.shape[2]):
+                out[item[1] + row // num_groups, head * num_groups + row % num_groups, dim] = (
+                    attended[quad, place, dim] / sums[quad, place, 0]
+                )
 
 
-def _gather_rows(kv: Tensor, table: Tensor) -> Tensor:
-    """Return the rows of sequences' blocks, keys before values: [2 * num_seqs * num_kv_heads * num_blocks]."""
-    block, _, part, head = (stride // (kv.shape[4] * kv.shape[5]) for stride in kv.stride()[:4])
-    parts = torch.arange(2, device=kv.device)[:, None, None, None] * part
-    heads = torch.arange(kv.shape[3], device=kv.device)[:, None] * head
-    return (table.long()[:, None] * block + heads + parts).flatten()
-
-
-def _write_rows(kv: Tensor, slots: Tensor) -> Tensor:
-    """Return the rows that keys of tokens in `slots` go to: [num_tokens * num_kv_heads]."""
-    block, _, _, head, token = (stride // kv.shape[5] for stride in kv.stride()[:5])
-    first = slots // kv.shape[4] * block + slots % kv.shape[4] * token
-    return (first[:, None] + torch.arange(kv.shape[3], device=kv.device) * head).flatten()
-
-
-def _rows(kv: Tensor, layer: int, part: int, width: int) -> Tensor:
-    """Return the memory from a layer's keys (part 0) or values (1) on, as rows of `width` elements."""
-    skipped = layer * kv.stride(1) + part * kv.stride(2)
-    return kv.as_strided(((kv.numel() - skipped) // width, width), (width, 1), kv.storage_offset() + skipped)
-
-
-def _causal_mask(length: int, window: int | None, like: Tensor) -> Tensor:
-    """Return [_TILE, length] where the last query sees everything in its window, each one before it one token less."""
-    length = max(length, _TILE)
-    mask = torch.full((_TILE, length), float("-inf"), dtype=like.dtype, device=like.device)
-    future = mask.triu(length - _TILE + 1)
-    return future if window is None else future + mask.tril(length - _TILE - window)
+_attend = _compiled(_attend_all, parallel=True)

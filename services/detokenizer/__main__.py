@@ -22,7 +22,7 @@ async def main(settings: DetokenizerSettings) -> None:
     tokenizer = load_tokenizer(find_model(settings.model, weights=False))
     server = GrpcServer(settings, [SERVICE])
     engine = EngineClient(settings.engine, server.set_ready)
-    servicer = ReplicaServicer(engine, DecoderFactory(tokenizer), settings.max_streams)
+    servicer = ReplicaServicer(engine, DecoderFactory(tokenizer), settings)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(server)
         replica_pb2_grpc.add_ReplicaServiceServicer_to_server(servicer, server.grpc)

@@ -8,7 +8,7 @@ from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
 
 def to_add_request(serve: replica_pb2.ServeRequest, info: replica_pb2.EngineInfo) -> engine_pb2.AddRequest:
-    """Check a request against the engine's limits and convert it. Raises InvalidArgument."""
+    """Check a request against the engine's limits and convert it, all but what it resumes. Raises InvalidArgument."""
     request = serve.request
     token_ids = request.token_ids.ids
     _check_vocabulary(serve, info.vocab_size)
@@ -25,7 +25,18 @@ def to_add_request(serve: replica_pb2.ServeRequest, info: replica_pb2.EngineInfo
     add.sampling.ClearField("bad_words")
     add.stopping.ClearField("stop")
     add.stopping.max_tokens = _max_tokens(len(token_ids), request.stopping, info.max_model_len)
+    _check_progress(request.resume, add.stopping.max_tokens)
+    _set_logprobs(add, request)
     return add
+
+
+def _set_logprobs(add: engine_pb2.AddRequest, request: inference_pb2.GenerateRequest) -> None:
+    output = request.output
+    if output.HasField("logprobs"):
+        add.logprobs = output.logprobs
+    # All of the prompt's had come before the first token.
+    if output.HasField("prompt_logprobs") and not any(choice.token_ids for choice in request.resume.choices):
+        add.prompt_logprobs = output.prompt_logprobs
 
 
 def _check_vocabulary(serve: replica_pb2.ServeRequest, vocab_size: int) -> None:
@@ -33,6 +44,8 @@ def _check_vocabulary(serve: replica_pb2.ServeRequest, vocab_size: int) -> None:
     check_token_ids("token_ids.ids", serve.request.token_ids.ids, vocab_size)
     check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
+    for position, choice in enumerate(serve.request.resume.choices):
+        check_token_ids(f"resume.choices[{position}].token_ids", choice.token_ids, vocab_size)
     for token_id in sampling.logit_bias:
         if token_id >= vocab_size:
             message = f"the token id must be below the vocabulary's size, {vocab_size}"
@@ -57,3 +70,10 @@ def _max_tokens(num_prompt_tokens: int, stopping: inference_pb2.Stopping, max_mo
             f"{stopping.max_tokens} tokens after a prompt of {num_prompt_tokens} exceed the limit, {max_model_len}",
         )
     return stopping.max_tokens
+
+
+def _check_progress(resume: inference_pb2.Resume, max_tokens: int) -> None:
+    for position, choice in enumerate(resume.choices):
+        if len(choice.token_ids) > max_tokens:
+            message = f"must hold at most {max_tokens} ids, what may come out in all, got {len(choice.token_ids)}"
+            raise InvalidArgument(f"resume.choices[{position}].token_ids", message)

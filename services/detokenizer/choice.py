@@ -18,16 +18,18 @@ class Choice:
     matcher: StopStringMatcher
     min_tokens: int = 0
     """No stop string that is complete before the choice has this many tokens ends it."""
+    lead: str = ""
+    """Text to be shown before any other: an echoed prompt, or what a broken stream did not tell of its tokens."""
     num_tokens: int = 0
     text_bytes: int = 0
     """Bytes of text sent, in UTF-8."""
     unsent_ids: list[int] = field(default_factory=list)
     """Tokens that no frame has told of yet."""
+    begins_text: bool = True
+    """Whether the next token is the first that is shown."""
     first_token_at: float | None = None
     """Of time.monotonic()."""
     is_finished: bool = False
-    is_aborted: bool = False
-    """Whether the engine was told to drop it."""
 
     @property
     def matched_stop(self) -> str | None:
@@ -43,13 +45,15 @@ class Choice:
             if self.matched_stop is not None:
                 break
             self._count([token_id])
-            text += self._match(self.decoder.push([token_id]))
+            text += self._match(self.decoder.push([token_id]) + self.matcher.marks.get(token_id))
         return text
 
-    def push_hidden(self, token_id: int) -> None:
-        """Take a token that counts and is not turned into text."""
-        if self.matched_stop is None:
-            self._count([token_id])
+    def push_hidden(self, token_id: int) -> str:
+        """Take a token that counts and is not turned into text. Return the text that can be shown."""
+        if self.matched_stop is not None:
+            return ""
+        self._count([token_id])
+        return self._match(self.matcher.marks.get(token_id))
 
     def finish(self) -> str:
         """Return the text that was held back, now that no token follows."""
@@ -57,6 +61,10 @@ class Choice:
             return ""
         text = self.matcher.push(self.decoder.finish())
         return text if self.matched_stop is not None else text + self.matcher.finish()
+
+    def take_lead(self) -> str:
+        lead, self.lead = self.lead, ""
+        return lead
 
     def _match(self, text: str) -> str:
         return self.matcher.pass_over(text) if self.num_tokens < self.min_tokens else self.matcher.push(text)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import Message
 
+from kvern.services.detokenizer.engine_request import EngineRequest
+from kvern.services.detokenizer.prefill_speed import PrefillSpeed
+from kvern.services.detokenizer.turns import Turns
 from kvern.services.runtime.channel import open_channel, streaming
-from kvern.services.runtime.errors import ServiceError, Unavailable
+from kvern.services.runtime.errors import Unavailable
+from kvern.services.runtime.slow_reader import ReaderWatch
 from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2
 
 MIN_RECONNECT_DELAY_S = 0.05
@@ -20,79 +25,14 @@ MAX_RECONNECT_DELAY_S = 2.0
 """Between a broken stream and the next try: doubles until the engine has said Hello."""
 
 MAX_UNSENT_COMMANDS = 4096
-"""With more than this waiting, the engine does not read: no request is taken. Aborts always are, one a request."""
+"""With more than this waiting, the engine does not read: no request is taken. What concerns requests it has always is,
+a few commands each."""
 
 _log = structlog.get_logger("kvern.engine_client")
 
+_Message = TypeVar("_Message", bound=Message)
+
 _Commands = asyncio.Queue[engine_pb2.ConnectRequest]
-
-
-@dataclass(slots=True)
-class News:
-    """What the engine said of one request since it was last asked. Times are of time.monotonic()."""
-
-    cached_tokens: int | None = None
-    """Set once, when the request was first scheduled."""
-    scheduled_at: float = 0.0
-    token_ids: dict[int, list[int]] = field(default_factory=dict)
-    """New tokens by choice."""
-    tokens_at: dict[int, float] = field(default_factory=dict)
-    """When the first of them came, by choice."""
-    ended: dict[int, engine_pb2.ChoiceEnd] = field(default_factory=dict)
-
-
-class EngineRequest:
-    """One request in the engine. News gathers until it is taken."""
-
-    def __init__(self, request_id: int, num_choices: int, send: Callable[[engine_pb2.ConnectRequest], None]) -> None:
-        self.id = request_id
-        self._send = send
-        self._num_running = num_choices
-        self._news = News()
-        self._error: ServiceError | None = None
-        self._wake = asyncio.Event()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the engine has not ended all of its choices."""
-        return self._num_running > 0
-
-    async def next_news(self) -> News:
-        """Wait until there is news and return it all. Raises Unavailable once the engine is lost."""
-        await self._wake.wait()
-        self._wake.clear()
-        if self._error is not None:
-            raise self._error
-        news, self._news = self._news, News()
-        return news
-
-    def abort_choice(self, index: int) -> None:
-        """Have the engine drop one choice that it has not ended. It says nothing more of it."""
-        self._num_running -= 1
-        self._send(engine_pb2.ConnectRequest(abort=engine_pb2.AbortRequest(id=self.id, choice=index)))
-
-    def add_tokens(self, choice: int, token_ids: list[int], now: float) -> None:
-        known = self._news.token_ids.get(choice)
-        if known is None:
-            self._news.token_ids[choice] = token_ids
-            self._news.tokens_at[choice] = now
-        else:
-            known.extend(token_ids)
-        self._wake.set()
-
-    def set_scheduled(self, cached_tokens: int, now: float) -> None:
-        self._news.cached_tokens = cached_tokens
-        self._news.scheduled_at = now
-        self._wake.set()
-
-    def end_choice(self, end: engine_pb2.ChoiceEnd) -> None:
-        self._num_running = 0 if end.HasField("refusal") else self._num_running - 1
-        self._news.ended[end.index] = end
-        self._wake.set()
-
-    def fail(self, error: ServiceError) -> None:
-        self._error = error
-        self._wake.set()
 
 
 class EngineClient:
@@ -103,11 +43,17 @@ class EngineClient:
         """What the engine said of itself; None while there is no stream."""
         self.load = replica_pb2.ReplicaLoad()
         """As of the engine's last step."""
+        self.prefill_speed = PrefillSpeed()
         self._address = address
         self._on_change = on_change
         self._ids = itertools.count(1)
         self._requests: dict[int, EngineRequest] = {}
         self._commands: _Commands | None = None
+        self._turns = Turns()
+
+    @property
+    def num_parked(self) -> int:
+        return sum(request.is_parked for request in self._requests.values())
 
     async def run(self) -> None:
         """Connect, and again whenever the stream breaks. Calls `on_change` with whether there is an engine."""
@@ -120,11 +66,15 @@ class EngineClient:
                 self._lose(reason)
                 await asyncio.sleep(delay_s)
 
-    def submit(self, add: engine_pb2.AddRequest, num_choices: int = 1) -> EngineRequest:
-        """Send a request to the engine; its id is set here. Raises Unavailable while there is no engine to read it."""
+    def submit(self, add: engine_pb2.AddRequest, choices: Iterable[int], reader: ReaderWatch) -> EngineRequest:
+        """Have the engine generate some choices of a request; its id is set here.
+
+        Raises Unavailable while there is no engine to read it.
+        """
         if self._commands is None or self._commands.qsize() >= MAX_UNSENT_COMMANDS:
             raise Unavailable("the engine is away")
-        request = EngineRequest(next(self._ids), num_choices, self._commands.put_nowait)
+        request = EngineRequest(next(self._ids), choices, self._commands.put_nowait, reader, self._turns)
+        request.num_tokens_ahead = self.load.queued_prefill_tokens
         add.id = request.id
         self._requests[request.id] = request
         self._commands.put_nowait(engine_pb2.ConnectRequest(add=add))
@@ -166,29 +116,45 @@ class EngineClient:
 
     def _distribute(self, step: engine_pb2.StepOutput) -> None:
         now = time.monotonic()
+        requests = self._requests
         for item in step.scheduled:
-            if (request := self._requests.get(item.id)) is not None:
+            if (request := requests.get(item.id)) is not None:
+                self.prefill_speed.observe(request.num_tokens_ahead, now - request.submitted_at, now)
                 request.set_scheduled(item.cached_tokens, now)
+        for told in step.prompt_logprobs:
+            if (request := requests.get(told.id)) is not None:
+                request.add_prompt_logprobs(_own(told))
         self._distribute_tokens(step, now)
         for end in step.ended:
-            if (request := self._requests.get(end.id)) is not None:
-                request.end_choice(end)
+            if (request := requests.get(end.id)) is not None:
+                request.end_choice(end, now)
                 if not request.is_running:
-                    del self._requests[end.id]
+                    del requests[end.id]
         if step.HasField("load"):
             self.load = step.load
 
     def _distribute_tokens(self, step: engine_pb2.StepOutput, now: float) -> None:
         # The column becomes a list once: slicing a repeated field for each entry would cost more than all the rest.
         token_ids = list(step.token_ids)
+        logprobs_of = {item.entry: item for item in step.logprobs}
         choices = step.choices or itertools.repeat(0)
         counts = step.num_tokens or itertools.repeat(1)
-        position = 0
+        requests = self._requests
+        start = 0
         for request_id, choice, count in zip(step.ids, choices, counts, strict=False):
-            request = self._requests.get(request_id)
+            end = start + count
+            request = requests.get(request_id)
             if request is not None:
-                request.add_tokens(choice, token_ids[position : position + count], now)
-            position += count
+                logprobs = logprobs_of and [_own(logprobs_of[i]) for i in range(start, end) if i in logprobs_of]
+                request.add_tokens(choice, token_ids[start:end], logprobs or (), now)
+            start = end
+
+
+def _own(part: _Message) -> _Message:
+    """Copy a part of a message that is kept: it would keep the whole message."""
+    own = type(part)()
+    own.CopyFrom(part)
+    return own
 
 
 async def _each(commands: _Commands) -> AsyncIterator[engine_pb2.ConnectRequest]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
+from kvern.services.detokenizer import logprobs
 from kvern.services.detokenizer.choice import Choice
-from kvern.services.detokenizer.engine_client import EngineRequest, News
+from kvern.services.detokenizer.engine_request import ChoiceNews, EngineRequest, News
+from kvern.services.detokenizer.frames import delta_frames, event_frame, finished_frame, prompt_logprobs_frames
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
+from kvern.services.detokenizer.replay import after_sent, end_of
 from kvern.services.detokenizer.stop_strings import StopStringMatcher
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
@@ -17,106 +21,157 @@ class Generation:
     """Turns news of one request into frames. What gathers while a frame is being written becomes the next one."""
 
     def __init__(
-        self, request: inference_pb2.GenerateRequest, model: str, decoders: DecoderFactory, arrived_at: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        info: replica_pb2.EngineInfo,
+        decoders: DecoderFactory,
+        arrived_at: float,
     ) -> None:
         self._request = request
-        self._model = model
+        self._info = info
         self._arrived_at = arrived_at
         self._scheduled_at = arrived_at
         self._cached_tokens = 0
         output = request.output
         self._skips_special = output.skip_special_tokens if output.HasField("skip_special_tokens") else True
-        self._choices = [self._new_choice(index, decoders) for index in range(self.num_choices)]
+        self._tells_tokens = output.token_ids or output.HasField("logprobs")
+        self._token_bytes = decoders.token_bytes(skip_special_tokens=self._skips_special)
+        self._choices = self._new_choices(decoders)
+        self._num_open = len(self._choices)
+        """Choices that no Finished was told of."""
+        self._ended_before: list[tuple[Choice, engine_pb2.ChoiceEnd | None]] = []
+        """Choices that the replay found at their end."""
 
     @property
-    def num_choices(self) -> int:
-        sampling = self._request.sampling
-        return sampling.n if sampling.HasField("n") else 1
+    def unfinished(self) -> list[int]:
+        """Indices of the choices that are for the engine to generate."""
+        return [choice.index for choice in self._choices.values() if not choice.is_finished]
 
-    async def frames(self, engine_request: EngineRequest) -> AsyncIterator[replica_pb2.ServeResponse]:
-        """Yield Started at once, the rest as news comes. Raises Unavailable, InvalidArgument if the engine refuses."""
+    async def replay(self, max_tokens: int) -> list[engine_pb2.ResumedChoice]:
+        """Take in what a broken stream had brought, if one is resumed. Return what the engine is to go on from.
+
+        Raises InvalidArgument for bytes of text that the tokens do not have.
+        """
+        resumed = []
+        for position, progress in enumerate(self._request.resume.choices):
+            choice = self._choices[progress.index]
+            end = end_of(progress.token_ids, self._request, max_tokens, self._info.eos_token_ids)
+            text = choice.take_lead() + self._take_tokens(choice, progress.token_ids, end)
+            choice.lead = after_sent(text, progress.text_bytes, f"resume.choices[{position}].text_bytes")
+            choice.text_bytes = progress.text_bytes
+            choice.unsent_ids.clear()
+            choice.begins_text &= not any(self._token_bytes[token_id] for token_id in progress.token_ids)
+            if choice.is_finished:
+                self._ended_before.append((choice, end))
+            else:
+                resumed.append(engine_pb2.ResumedChoice(index=progress.index, token_ids=progress.token_ids))
+            await asyncio.sleep(0)  # others come in between
+        return resumed
+
+    async def frames(self, engine_request: EngineRequest | None) -> AsyncIterator[replica_pb2.ServeResponse]:
+        """Yield Started at once, the rest as news comes. Raises Unavailable, InvalidArgument if the engine refuses.
+
+        engine_request: None where nothing is left to be generated.
+        """
         yield self._started()
-        while not all(choice.is_finished for choice in self._choices):
+        for choice, end in self._ended_before:
+            if choice.lead:
+                for frame in self._deltas(choice, choice.take_lead(), []):
+                    yield frame
+            yield self._finished(choice, end)
+        while engine_request is not None and self._num_open > 0:
             news = await engine_request.next_news()
-            for frame in self._take(news):
+            for frame in self._take(news, engine_request):
                 yield frame
-            self._abort_stopped(news, engine_request)
 
-    def _abort_stopped(self, news: News, engine_request: EngineRequest) -> None:
-        """Have the engine drop the choices whose text has come to a stop string."""
-        for index in news.token_ids.keys() - news.ended.keys():
-            choice = self._choices[index]
-            if choice.matched_stop is not None and not choice.is_aborted:
-                choice.is_aborted = True
-                engine_request.abort_choice(index)
+    def _new_choices(self, decoders: DecoderFactory) -> dict[int, Choice]:
+        request, stopping = self._request, self._request.stopping
+        decoder, lead = decoders.create(skip_special_tokens=self._skips_special), ""
+        if request.output.echo:
+            # An output's text goes on from its prompt's: a space or a character may begin there.
+            lead = decoder.push(request.token_ids.ids)
+        marks = decoders.special_tokens.mark(stopping.stop if self._skips_special else ())
+        return {
+            index: Choice(
+                index,
+                decoder.copy(),
+                StopStringMatcher(stopping.stop, include_stop=stopping.include_stop, marks=marks),
+                min_tokens=stopping.min_tokens,
+                lead=lead,
+                begins_text=not lead,
+            )
+            for index in self._indices()
+        }
 
-    def _new_choice(self, index: int, decoders: DecoderFactory) -> Choice:
-        stopping = self._request.stopping
-        return Choice(
-            index,
-            decoders.create(skip_special_tokens=self._skips_special),
-            StopStringMatcher(stopping.stop, include_stop=stopping.include_stop),
-            min_tokens=stopping.min_tokens,
-        )
+    def _indices(self) -> Sequence[int]:
+        if self._request.HasField("resume"):
+            return [choice.index for choice in self._request.resume.choices]
+        sampling = self._request.sampling
+        return range(sampling.n if sampling.HasField("n") else 1)
 
-    def _take(self, news: News) -> Iterator[replica_pb2.ServeResponse]:
+    def _take(self, news: News, engine_request: EngineRequest) -> Iterator[replica_pb2.ServeResponse]:
         if news.cached_tokens is not None:
             yield self._scheduled(news.cached_tokens, news.scheduled_at)
-        for index in sorted(news.token_ids.keys() | news.ended.keys()):
+        prompt = self._request.token_ids.ids
+        for told in news.prompt_logprobs:
+            yield from prompt_logprobs_frames(told.start, logprobs.of_prompt(prompt, told, self._token_bytes))
+        for index, choice_news in sorted(news.choices.items()):
             choice = self._choices[index]
             if not choice.is_finished:
-                yield from self._advance(choice, news)
+                yield from self._advance(choice, choice_news, engine_request)
 
-    def _advance(self, choice: Choice, news: News) -> Iterator[replica_pb2.ServeResponse]:
-        token_ids = news.token_ids.get(choice.index, [])
-        end = news.ended.get(choice.index)
+    def _advance(
+        self, choice: Choice, news: ChoiceNews, engine_request: EngineRequest
+    ) -> Iterator[replica_pb2.ServeResponse]:
+        end = news.end
         if end is not None and end.HasField("refusal"):
             raise InvalidArgument(end.refusal.field or "request", end.refusal.message)
-        if choice.first_token_at is None:
-            choice.first_token_at = news.tokens_at.get(choice.index)
-        text = self._text_of(choice, token_ids, end)
-        choice.is_finished = end is not None or choice.matched_stop is not None
-        if choice.is_finished:
-            text += choice.finish()
-        if text or (self._request.output.token_ids and choice.unsent_ids):
-            yield self._delta(choice, text)
+        if choice.first_token_at is None and news.token_ids:
+            choice.first_token_at = news.came_at
+        num_tokens = choice.num_tokens
+        text = choice.take_lead() + self._take_tokens(choice, news.token_ids, end)
+        if choice.matched_stop is not None and end is None:
+            engine_request.abort_choice(choice.index)
+        told: list[inference_pb2.TokenLogprobs] = []
+        if news.logprobs:
+            counted = news.token_ids[: choice.num_tokens - num_tokens]
+            told = logprobs.of_choice(choice, counted, news.logprobs, self._token_bytes)
+        if text or (self._tells_tokens and choice.unsent_ids):
+            yield from self._deltas(choice, text, told)
         if choice.is_finished:
             yield self._finished(choice, end)
 
-    def _text_of(self, choice: Choice, token_ids: list[int], end: engine_pb2.ChoiceEnd | None) -> str:
-        hides_stop_token = (
-            end is not None
-            and end.HasField("stop_token_id")
-            and self._skips_special
-            and not self._request.stopping.include_stop
-        )
-        if not (hides_stop_token and token_ids):
-            return choice.push(token_ids)
-        text = choice.push(token_ids[:-1])
-        choice.push_hidden(token_ids[-1])
-        return text
+    def _take_tokens(self, choice: Choice, token_ids: Sequence[int], end: engine_pb2.ChoiceEnd | None) -> str:
+        """Take tokens, the choice's last ones where `end` is given, and return the text that can be shown."""
+        if end is not None and token_ids and self._hides_stop_token(end):
+            text = choice.push(token_ids[:-1]) + choice.push_hidden(token_ids[-1])
+        else:
+            text = choice.push(token_ids)
+        choice.is_finished = end is not None or choice.matched_stop is not None
+        return text + choice.finish() if choice.is_finished else text
+
+    def _hides_stop_token(self, end: engine_pb2.ChoiceEnd) -> bool:
+        return end.HasField("stop_token_id") and self._skips_special and not self._request.stopping.include_stop
 
     def _started(self) -> replica_pb2.ServeResponse:
         started = inference_pb2.Started(
             request_id=self._request.request_id,
-            model=self._model,
+            model=self._info.model,
             prompt_tokens=len(self._request.token_ids.ids),
             seed=self._request.sampling.seed,
         )
-        return _frame(inference_pb2.GenerateResponse(started=started))
+        return event_frame(inference_pb2.GenerateResponse(started=started))
 
     def _scheduled(self, cached_tokens: int, scheduled_at: float) -> replica_pb2.ServeResponse:
         self._cached_tokens = cached_tokens
         self._scheduled_at = scheduled_at
         scheduled = inference_pb2.Scheduled(cached_tokens=cached_tokens, queue_s=scheduled_at - self._arrived_at)
-        return _frame(inference_pb2.GenerateResponse(scheduled=scheduled))
+        return event_frame(inference_pb2.GenerateResponse(scheduled=scheduled))
 
-    def _delta(self, choice: Choice, text: str) -> replica_pb2.ServeResponse:
-        choice.text_bytes += len(text.encode())
-        delta = inference_pb2.Delta(index=choice.index, text=text)
-        if self._request.output.token_ids:
-            delta.token_ids.extend(choice.unsent_ids)
-        return _frame(inference_pb2.GenerateResponse(delta=delta), choice)
+    def _deltas(
+        self, choice: Choice, text: str, told: list[inference_pb2.TokenLogprobs]
+    ) -> Iterator[replica_pb2.ServeResponse]:
+        return delta_frames(choice, text, told, tells_ids=self._request.output.token_ids)
 
     def _finished(self, choice: Choice, end: engine_pb2.ChoiceEnd | None) -> replica_pb2.ServeResponse:
         finished = inference_pb2.Finished(
@@ -134,7 +189,8 @@ class Generation:
             finished.reason, finished.error = end.reason, end.error
             if end.HasField("stop_token_id"):
                 finished.stop_token_id = end.stop_token_id
-        return _frame(inference_pb2.GenerateResponse(finished=finished), choice)
+        self._num_open -= 1
+        return finished_frame(finished, choice)
 
     def _timing(self, choice: Choice, end: engine_pb2.ChoiceEnd | None) -> inference_pb2.Timing:
         first_token_at = choice.first_token_at
@@ -144,17 +200,3 @@ class Generation:
             total_s=time.monotonic() - self._arrived_at,
             preemptions=0 if end is None else end.preemptions,
         )
-
-
-def _frame(event: inference_pb2.GenerateResponse, choice: Choice | None = None) -> replica_pb2.ServeResponse:
-    """Serialize what the client gets and, for a choice's event, add what the router remembers of it."""
-    frame = replica_pb2.ServeResponse(client_frame=event.SerializeToString())
-    if choice is not None:
-        frame.updates.add(
-            index=choice.index,
-            new_token_ids=choice.unsent_ids,
-            text_bytes_total=choice.text_bytes,
-            finished=event.HasField("finished"),
-        )
-        choice.unsent_ids.clear()
-    return frame

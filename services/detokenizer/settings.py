@@ -19,3 +19,6 @@ class DetokenizerSettings(ServiceSettings):
 
     max_streams: int = Field(1024, ge=1)
     """Most Serve calls at once; one more is refused with RESOURCE_EXHAUSTED."""
+
+    max_parked_s: float = Field(60.0, gt=0)
+    """Seconds that a request may be parked in the engine because its reader does not keep up; then it ends."""

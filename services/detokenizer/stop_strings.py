@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+
+from kvern.services.detokenizer.special_tokens import Marks
 
 
 class StopStringMatcher:
@@ -11,10 +14,15 @@ class StopStringMatcher:
     The match is the one that is complete first; of those that end on one character, the longest. So it does not depend
     on where the text was cut. Held back is only what a stop string may begin with. Source: Knuth, Morris, Pratt, one
     automaton a stop string.
+
+    A special token that is not shown, but named in a stop string, is a character of the searched text: its mark. Marks
+    are never shown, with `include_stop` neither.
     """
 
-    def __init__(self, stop_strings: Sequence[str], *, include_stop: bool) -> None:
-        self._patterns = [_Pattern(text) for text in stop_strings]
+    def __init__(self, stop_strings: Sequence[str], *, include_stop: bool, marks: Marks | None = None) -> None:
+        self.marks = Marks() if marks is None else marks
+        self._patterns = [_Pattern(stop, stop) for stop in stop_strings]
+        self._patterns += [_Pattern(marked, stop) for marked, stop in self.marks.patterns]
         self._include_stop = include_stop
         self._held = ""
         self.matched: str | None = None
@@ -26,7 +34,7 @@ class StopStringMatcher:
         return bool(self._patterns)
 
     def push(self, text: str) -> str:
-        """Return what may be shown now, up to the match if there is one."""
+        """Return what may be shown now, up to the match if there is one; with `include_stop` the match too."""
         if not self._patterns:
             return text
         for position, char in enumerate(text, start=1):
@@ -55,25 +63,27 @@ class StopStringMatcher:
         return is_complete
 
     def _cut(self, text: str) -> str:
-        self.matched = max((p.text for p in self._patterns if p.num_matched == len(p.text)), key=len)
+        longest = max((p for p in self._patterns if p.num_matched == len(p.text)), key=lambda p: len(p.text))
+        self.matched = longest.stop
         self._held = ""
-        return text if self._include_stop else text.removesuffix(self.matched)
+        return self.marks.remove_from(text if self._include_stop else text.removesuffix(longest.text))
 
     def _num_held(self) -> int:
         return max(pattern.num_matched for pattern in self._patterns)
 
     def _release(self, count: int) -> str:
         text, self._held = self._held[:count], self._held[count:]
-        return text
+        return self.marks.remove_from(text)
 
 
 class _Pattern:
-    """How much of one stop string the text ends with."""
+    """How much of one stop string the text ends with. `text` is what is searched for, `stop` what the client gave."""
 
-    __slots__ = ("_borders", "num_matched", "text")
+    __slots__ = ("_borders", "num_matched", "stop", "text")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, stop: str) -> None:
         self.text = text
+        self.stop = stop
         self.num_matched = 0
         self._borders = _borders(text)
 
@@ -91,7 +101,8 @@ class _Pattern:
             self.num_matched = self._borders[-1]
 
 
-def _borders(text: str) -> list[int]:
+@lru_cache(maxsize=256)  # the choices of a request search for the same
+def _borders(text: str) -> tuple[int, ...]:
     """Return for each prefix of `text` the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     length = 0
@@ -101,4 +112,4 @@ def _borders(text: str) -> list[int]:
         if text[position] == text[length]:
             length += 1
         borders[position] = length
-    return borders
+    return tuple(borders)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvern.engine.errors import RequestRefused
 from kvern.engine.grammar import Grammar
 from kvern.engine.plan import ChoiceEnded, Load, PromptLogprobs, TokenLogprobs
-from kvern.engine.request import CacheParams, FinishReason, Request, SamplingParams, StoppingParams
+from kvern.engine.request import CacheParams, FinishReason, GrammarState, Request, SamplingParams, StoppingParams
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
 _REASONS = {
@@ -36,38 +36,48 @@ def to_requests(
     vocab_size: int,
     grammar: Grammar | None = None,
 ) -> list[Request]:
-    """Build the engine's requests, one for each choice, in order; `request_ids` are theirs and increase.
+    """Build the engine's requests, one for each of `choices_of`, in order; `request_ids` are theirs and increase.
 
     Ranges were checked at the front door. Only what would bring the whole engine down is checked again: raises
-    RequestRefused for a prompt without tokens, and for token ids that the model does not have.
+    RequestRefused for a prompt without tokens, for token ids that the model does not have, and for resumed output that
+    leaves nothing to generate or that its grammar does not allow.
     """
     prompt = list(add.prompt_token_ids)
     if not prompt:
         raise RequestRefused("token_ids", "the prompt has no tokens")
     _check_token_ids(add, vocab_size)
     stopping, sampling = _stopping(add.stopping), _sampling(add, default_seed)
+    resumed = {each.index: list(each.token_ids) for each in add.resumed}
     requests: list[Request] = []
-    for choice, request_id in enumerate(request_ids):
+    for choice, request_id in zip(choices_of(add), request_ids, strict=True):
+        output = resumed.get(choice, [])
+        if output and len(output) >= stopping.max_tokens:
+            raise RequestRefused(
+                "resume", f"choice {choice} has {len(output)} tokens, max_tokens is {stopping.max_tokens}"
+            )
         request = Request(
             request_id=request_id,
-            token_ids=prompt.copy(),
+            token_ids=prompt + output,
             num_prompt_tokens=len(prompt),
             sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)),
             stopping=stopping,
             cache=CacheParams(add.cache.salt, add.cache.no_store, add.cache.bypass),
-            prompt_logprobs=add.prompt_logprobs if choice == 0 and add.HasField("prompt_logprobs") else None,
+            prompt_logprobs=add.prompt_logprobs if not requests and add.HasField("prompt_logprobs") else None,
             priority=add.priority,
             arrival=request_ids[0],
             choice=choice,
-            grammar=None if grammar is None else grammar.start(),
+            grammar=None if grammar is None else _replay(grammar, output),
             fork_of=requests[0] if requests else None,
         )
         requests.append(request)
     return requests
 
 
-def num_choices(add: engine_pb2.AddRequest) -> int:
-    return add.sampling.n if add.sampling.HasField("n") else 1
+def choices_of(add: engine_pb2.AddRequest) -> list[int]:
+    """Return the choices to run, in order: all, or those that go on after what they had."""
+    if add.resumed:
+        return sorted(each.index for each in add.resumed)
+    return list(range(add.sampling.n if add.sampling.HasField("n") else 1))
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -80,6 +90,13 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(hashlib.blake2b(struct.pack("<QI", seed, choice), digest_size=8).digest(), "little")
 
 
+def _replay(grammar: Grammar, output: Sequence[int]) -> GrammarState:
+    state = grammar.start()
+    if not all(map(state.advance, output)):
+        raise RequestRefused("resume", f"the output so far does not match the constraint: {state.error}")
+    return state
+
+
 def _check_token_ids(add: engine_pb2.AddRequest, vocab_size: int) -> None:
     given: tuple[tuple[str, Iterable[int]], ...] = (
         ("token_ids", add.prompt_token_ids),
@@ -87,6 +104,7 @@ def _check_token_ids(add: engine_pb2.AddRequest, vocab_size: int) -> None:
         ("sampling.allowed_token_ids", add.sampling.allowed_token_ids),
         ("sampling.bad_words", (token_id for word in add.bad_words for token_id in word.ids)),
         ("stopping.stop_token_ids", add.stopping.stop_token_ids),
+        ("resume", (token_id for choice in add.resumed for token_id in choice.token_ids)),
     )
     for field, token_ids in given:
         greatest = max(token_ids, default=0)
@@ -163,4 +181,5 @@ def to_load(load: Load) -> replica_pb2.ReplicaLoad:
         num_waiting=load.num_waiting,
         num_used_blocks=load.num_used_blocks,
         queued_prefill_tokens=load.queued_prefill_tokens,
+        num_failed_choices=load.num_failed_choices,
     )

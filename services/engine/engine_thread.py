@@ -35,6 +35,8 @@ class EngineThread:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done after `stop`, or failed with what the engine died of."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._may_emit = threading.Event()
+        self._may_emit.set()
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -45,8 +47,16 @@ class EngineThread:
         assert self._core is not None
         self._core.send(command)
 
+    def pause(self) -> None:
+        """Hold the engine up at its next output, until `go_on`: its reader does not keep up."""
+        self._may_emit.clear()
+
+    def go_on(self) -> None:
+        self._may_emit.set()
+
     async def stop(self) -> None:
         """End the loop after the step under way, if the engine was loaded."""
+        self.go_on()
         if self._core is not None:
             self._core.send(Stop())
             await asyncio.wait([self.ended])
@@ -60,11 +70,15 @@ class EngineThread:
         self._core = engine.core
         self._in_loop(self.loaded.set_result, engine)
         try:
-            engine.core.run(lambda output: self._in_loop(self._on_output, output))
+            engine.core.run(self._emit)
         except Exception as error:
             self._in_loop(self.ended.set_exception, error)
         else:
             self._in_loop(self.ended.set_result, None)
+
+    def _emit(self, output: Output) -> None:
+        self._may_emit.wait()
+        self._in_loop(self._on_output, output)
 
     def _in_loop(self, function: Callable[[_T], object], argument: _T) -> None:
         self._loop.call_soon_threadsafe(function, argument)

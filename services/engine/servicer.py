@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import grpc
 import structlog
 
-from kvern.engine.core import Abort, Add, Output, Refused
+from kvern.engine.core import Abort, Add, Output, Park, Refused, Unpark
 from kvern.engine.errors import RequestRefused
 from kvern.engine.grammar import Grammar
 from kvern.engine.plan import PromptLogprobs, StepResult, TokenLogprobs
 from kvern.services.engine.convert import (
     MAX_PIECE_BYTES,
-    num_choices,
+    choices_of,
     to_choice_end,
     to_load,
     to_prompt_logprobs,
@@ -31,9 +31,16 @@ from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2
 _log = structlog.get_logger("kvern.engine")
 
 
+MAX_PENDING_BYTES = 16 * 2**20
+"""Of outputs that a stream has not taken. With more, the engine pauses."""
+
+_TOKEN_BYTES = 12
+"""About what one token takes in an output."""
+
+
 class Stream:
     """One Connect call: its requests, and what is to be written to it. While a message is being written, what the next
-    steps bring merges into one, or into several where prompt log-probabilities would make it too large."""
+    steps bring merges into one, or into several where that would be too large."""
 
     def __init__(self) -> None:
         self.engine_ids: dict[int, dict[int, int]] = {}
@@ -43,18 +50,25 @@ class Stream:
         self.ended = False
         self.error: BaseException | None = None
         self._pending: deque[engine_pb2.StepOutput] = deque()
-        self._prompt_bytes = 0
-        """Of prompt log-probabilities in the last pending output."""
+        self._last_bytes = 0
+        """About the size of the last pending output."""
         self._wake = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is pending that nothing should be added."""
+        return len(self._pending) > MAX_PENDING_BYTES // MAX_PIECE_BYTES
 
     def pending(self) -> engine_pb2.StepOutput:
         """Return the output being gathered, to be added to."""
         return self._pending[-1] if self._pending else self._begin()
 
     def add_token(self, stream_id: int, choice: int, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        pending = self.pending()
-        if logprobs is not None:
-            pending.logprobs.append(to_token_logprobs(logprobs, entry=len(pending.token_ids)))
+        item = None if logprobs is None else to_token_logprobs(logprobs)
+        pending = self._with_room_for(_TOKEN_BYTES if item is None else _TOKEN_BYTES + item.ByteSize())
+        if item is not None:
+            item.entry = len(pending.token_ids)
+            pending.logprobs.append(item)
         if choice or pending.choices:
             # The column is left out as long as it would be all zeros.
             pending.choices.extend([0] * (len(pending.ids) - len(pending.choices)))
@@ -64,11 +78,7 @@ class Stream:
 
     def add_prompt_logprobs(self, stream_id: int, told: PromptLogprobs) -> None:
         for piece in to_prompt_logprobs(told, stream_id):
-            pending, num_bytes = self.pending(), piece.ByteSize()
-            if pending.prompt_logprobs and self._prompt_bytes + num_bytes > MAX_PIECE_BYTES:
-                pending = self._begin()
-            pending.prompt_logprobs.append(piece)
-            self._prompt_bytes += num_bytes
+            self._with_room_for(piece.ByteSize()).prompt_logprobs.append(piece)
 
     def compile(self, stream_id: int, work: Coroutine[Any, Any, None]) -> None:
         """Run what compiles a request's grammar and hands it on. What it raises ends the stream."""
@@ -102,9 +112,17 @@ class Stream:
             self._wake.set()
         return output
 
+    def _with_room_for(self, num_bytes: int) -> engine_pb2.StepOutput:
+        """Return the output being gathered, or a new one where that would become too large."""
+        pending = self.pending()
+        if self._last_bytes and self._last_bytes + num_bytes > MAX_PIECE_BYTES:
+            pending = self._begin()
+        self._last_bytes += num_bytes
+        return pending
+
     def _begin(self) -> engine_pb2.StepOutput:
         self._pending.append(engine_pb2.StepOutput())
-        self._prompt_bytes = 0
+        self._last_bytes = 0
         self._wake.set()
         return self._pending[-1]
 
@@ -149,11 +167,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         try:
             yield engine_pb2.ConnectResponse(hello=engine_pb2.Hello(info=engine.info))
             while (output := await stream.next_output()) is not None:
+                self._pace(engine)
                 yield engine_pb2.ConnectResponse(step=output)
         finally:
             reader.cancel()
             self._streams.discard(stream)
             self._abort_all(engine, stream)
+            self._pace(engine)
+
+    def _pace(self, engine: ServedEngine) -> None:
+        """Let the engine run as fast as its outputs are taken."""
+        if any(stream.is_full for stream in self._streams):
+            engine.thread.pause()
+        else:
+            engine.thread.go_on()
 
     async def _read(
         self, engine: ServedEngine, stream: Stream, commands: AsyncIterator[engine_pb2.ConnectRequest]
@@ -164,6 +191,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     self._add(engine, stream, command.add)
                 elif command.HasField("abort"):
                     self._abort(engine, stream, command.abort.id, _choice(command.abort))
+                elif command.HasField("park"):
+                    for number in stream.engine_ids.get(command.park.id, {}).values():
+                        engine.thread.send(Park(number))
+                elif command.HasField("unpark"):
+                    for number in stream.engine_ids.get(command.unpark.id, {}).values():
+                        engine.thread.send(Unpark(number))
         except Exception as error:
             stream.end(error)
         else:
@@ -172,7 +205,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def _add(self, engine: ServedEngine, stream: Stream, add: engine_pb2.AddRequest) -> None:
         if add.id in stream.engine_ids:
             raise ValueError(f"id {add.id} is in use on this stream")
-        numbers = {choice: next(self._numbers) for choice in range(num_choices(add))}
+        numbers = {choice: next(self._numbers) for choice in choices_of(add)}
         stream.engine_ids[add.id] = numbers.copy()
         for choice, number in numbers.items():
             self._owners[number] = Owner(stream, add.id, choice)
@@ -199,7 +232,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             requests = to_requests(
                 add,
                 request_ids=list(numbers.values()),
-                default_seed=(self._seed + numbers[0]) % 2**64,
+                default_seed=(self._seed + min(numbers.values())) % 2**64,
                 vocab_size=engine.info.vocab_size,
                 grammar=grammar,
             )
@@ -233,6 +266,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         for stream in self._streams:
             stream.pending().load.CopyFrom(load)
         self._distribute(output)
+        self._pace(self._ready.result())
 
     def _distribute(self, result: StepResult) -> None:
         owners = self._owners

@@ -29,7 +29,8 @@ async def main(settings: RouterSettings) -> None:
     table = ReplicaTable(settings.replicas, update_readiness)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(server)
-        add_to_server(InferenceServicer(tokenizer, table, settings.max_streams), RouterServicer(table), server.grpc)
+        inference = InferenceServicer(tokenizer, table, settings.max_streams, settings.max_stalled_s)
+        add_to_server(inference, RouterServicer(table), server.grpc)
         await server.start()
         async with asyncio.TaskGroup() as tasks:
             watchers = [tasks.create_task(tokenizer.watch()), tasks.create_task(table.watch())]

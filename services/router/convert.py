@@ -42,13 +42,18 @@ def to_serve(
     encoded: tokenizer_pb2.EncodePromptResponse,
     rng: random.Random,
 ) -> replica_pb2.ServeRequest:
-    """Complete a client's request for a replica: its id, model, seed and token ids are set."""
+    """Complete a client's request for a replica: its id, model, seed and token ids are set.
+
+    A stream that is resumed goes on with the seed it had.
+    """
     serve = replica_pb2.ServeRequest(request=request, bad_words=encoded.bad_words)
     completed = serve.request
     completed.request_id = request_id
     completed.model = model
     completed.ClearField("prompt")
     completed.token_ids.ids.extend(encoded.token_ids)
-    if not request.sampling.HasField("seed"):
+    if request.HasField("resume"):
+        completed.sampling.seed = request.resume.seed
+    elif not request.sampling.HasField("seed"):
         completed.sampling.seed = rng.getrandbits(64)
     return serve

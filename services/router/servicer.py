@@ -18,6 +18,7 @@ from kvern.services.router.replicas import ReplicaTable
 from kvern.services.router.request_log import log_request
 from kvern.services.router.tokenizer import TimeRemaining, Tokenizer
 from kvern.services.runtime.errors import InvalidArgument
+from kvern.services.runtime.slow_reader import ReaderWatch
 from kvern.services.runtime.validate import check_chat, check_generate, check_name
 from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, tokenizer_pb2
 
@@ -33,9 +34,10 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Validates, tokenizes, chooses, relays."""
 
-    def __init__(self, tokenizer: Tokenizer, table: ReplicaTable, max_streams: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, table: ReplicaTable, max_streams: int, max_stalled_s: float) -> None:
         self._tokenizer = tokenizer
         self._table = table
+        self._max_stalled_s = max_stalled_s
         self._admission = Admission(max_streams)
         self._rng = random.Random()
 
@@ -52,8 +54,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 relay = Relay(self._table, serve, record, self._rng)
                 try:
                     async with aclosing(relay.frames(context.time_remaining)) as frames:
-                        async for frame in frames:
-                            yield frame
+                        with ReaderWatch(self._max_stalled_s) as reader:
+                            async for frame in frames:
+                                reader.hold()
+                                yield frame
+                                reader.release()
                 finally:
                     context.set_trailing_metadata(((REPLICA_METADATA_KEY, record.replica),))
 

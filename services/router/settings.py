@@ -18,3 +18,7 @@ class RouterSettings(ServiceSettings):
 
     max_streams: int = Field(4096, ge=1)
     """Most Generate calls at once; one more is refused with RESOURCE_EXHAUSTED."""
+
+    max_stalled_s: float = Field(120.0, gt=0)
+    """Seconds that one message may wait for a client that does not read; then its call ends. Longer than a replica
+    allows, whose limit counts from when its request had to stand still."""

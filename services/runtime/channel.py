@@ -29,6 +29,8 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.http2.lookahead_bytes", 16384),
     ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
     ("grpc.keepalive_permit_without_calls", 0),
+    # By default it stops pinging after two pings that no data followed, just when a long prefill says nothing.
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -39,7 +41,7 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 SERVER_OPTIONS: list[tuple[str, int | str]] = [
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_S * 1000),
+    ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_S * 1000),
     ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_S * 1000),
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     # A second process on a port must fail, not share its calls.

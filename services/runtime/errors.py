@@ -55,8 +55,8 @@ class ResourceExhausted(ServiceError):
 
     reason = "RESOURCE_EXHAUSTED"
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: float, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
         self.retry_after_s = retry_after_s
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -19,6 +19,9 @@ from kvern.services.runtime import errors
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "kvern"
+
+MAX_VERDICT_S = 60.0
+"""How long a call that was ended from outside waits until its reader takes the status, in seconds."""
 
 _STATUS: dict[type[errors.ServiceError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -79,6 +82,28 @@ def _ours(context: grpc.aio.ServicerContext[Any, Any]) -> bool:
     return context.cancelled() or (task is not None and task.cancelling() > 0)
 
 
+def end_call(call: asyncio.Task[Any], error: errors.ServiceError) -> None:
+    """End a call from outside its handler, which may be stuck in a write to a reader that does not read."""
+    call.cancel(error)
+
+
+def _verdict_in(cancelled: asyncio.CancelledError) -> errors.ServiceError | None:
+    """Return what `end_call` was given, if it was that."""
+    verdict = cancelled.args[0] if cancelled.args else None
+    return verdict if isinstance(verdict, errors.ServiceError) else None
+
+
+async def _abort_from_outside(
+    context: grpc.aio.ServicerContext[Any, Any], error: errors.ServiceError, method: str
+) -> None:
+    """Tell the reader why its call ends, if it comes to read it."""
+    if (task := asyncio.current_task()) is not None:
+        task.uncancel()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(MAX_VERDICT_S):
+            await _abort(context, error, method)
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns what a handler raises into a status. Cancellation passes through untouched."""
 
@@ -136,7 +161,10 @@ def _guard_stream(behavior: Callable[[Any, Any], Any], method: str) -> Callable[
                     await context.write(response)
         except (grpc.aio.AbortError, grpc.aio.InternalError):
             raise  # ended by us, or a write that found the client gone: grpc knows both
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
+            if (verdict := _verdict_in(cancelled)) is not None:
+                await _abort_from_outside(context, verdict, method)
+                raise
             if _ours(context):
                 raise
             await _abort(context, errors.Unavailable("a call this one needs was cancelled"), method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
@@ -11,8 +12,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
 import structlog
-import uvloop
 
+from kvern.services.runtime.event_loop import EventLoop
 from kvern.services.runtime.listen import ListenError
 from kvern.services.runtime.logs import configure_logs
 from kvern.services.runtime.model_source import ModelNotFound
@@ -35,7 +36,7 @@ def run_service(
     *,
     expected_errors: tuple[type[Exception], ...] = (),
 ) -> NoReturn:
-    """Parse settings, run `main` on uvloop, exit.
+    """Parse settings, run `main`, exit.
 
     An error a person can act on is one line on stderr and a status, without a traceback: a wrong setting, a taken
     address, a missing model, and what the service names in `expected_errors`.
@@ -50,7 +51,8 @@ def run_service(
     configure_logs(name, settings.log_level, settings.log_format)
     expected: tuple[type[Exception], ...] = (ListenError, ModelNotFound, *expected_errors)
     try:
-        uvloop.run(_without_gc_pauses(main(settings)))
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
+            runner.run(_without_gc_pauses(main(settings)))
     except expected as error:
         structlog.get_logger("kvern").critical(str(error))
         sys.exit(EXIT_FAILED)

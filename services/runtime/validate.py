@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pydantic_core import from_json
 
 from kvern.services.runtime.errors import InvalidArgument, Unsupported
-from kvern.v1.inference_pb2 import Chat, ChatMessage, Constraint, GenerateRequest, Sampling
+from kvern.v1.inference_pb2 import Chat, ChatMessage, Constraint, GenerateRequest, Output, Sampling, Stopping
 
 MAX_NAME_CHARS = 256
 """Of request_id, model, adapter, session_id and cache.salt: they are held in tables, logs and error messages."""
@@ -20,6 +20,8 @@ MAX_BAD_WORD_CHARS = 256
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 64
+"""Alternatives told of each token, in output and prompt."""
 
 MAX_CONSTRAINT_CHARS = 256 * 1024
 """Of a schema, expression, grammar, or of all choices together."""
@@ -50,10 +52,6 @@ _SAMPLING_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 _UNSUPPORTED: tuple[tuple[str, Callable[[GenerateRequest], bool]], ...] = (
     ("adapter", lambda request: bool(request.adapter)),
-    ("resume", lambda request: request.HasField("resume")),
-    ("output.logprobs", lambda request: request.output.HasField("logprobs")),
-    ("output.prompt_logprobs", lambda request: request.output.HasField("prompt_logprobs")),
-    ("output.echo", lambda request: request.output.echo),
 )
 """What the contract describes and this version does not do, each with the test that a request asks for it."""
 
@@ -68,8 +66,11 @@ def check_generate(request: GenerateRequest) -> None:
     _check_prompt(request)
     _check_sampling(request.sampling)
     _check_stopping(request)
+    _check_output(request.output)
     if request.HasField("constraint"):
         _check_constraint(request.constraint)
+    if request.HasField("resume"):
+        _check_resume(request)
     for field, asked_for in _UNSUPPORTED:
         if asked_for(request):
             raise Unsupported(field, "not supported by this version")
@@ -191,6 +192,36 @@ def _check_max_tokens(request: GenerateRequest) -> None:
     if stopping.min_tokens > stopping.max_tokens:
         message = f"must be at most max_tokens, which is {stopping.max_tokens}, got {stopping.min_tokens}"
         raise InvalidArgument("stopping.min_tokens", message)
+
+
+def _check_output(output: Output) -> None:
+    for field in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(output, field)) > MAX_LOGPROBS:
+            raise InvalidArgument(f"output.{field}", f"must be at most {MAX_LOGPROBS}, got {count}")
+
+
+def _check_resume(request: GenerateRequest) -> None:
+    resume, sampling = request.resume, request.sampling
+    if sampling.HasField("seed") and sampling.seed != resume.seed:
+        raise InvalidArgument("resume.seed", f"must be sampling.seed, which is {sampling.seed}, got {resume.seed}")
+    if not resume.choices:
+        raise InvalidArgument("resume.choices", "must not be empty")
+    num_choices = sampling.n if sampling.HasField("n") else 1
+    seen: set[int] = set()
+    for position, choice in enumerate(resume.choices):
+        field = f"resume.choices[{position}].index"
+        if choice.index >= num_choices:
+            raise InvalidArgument(field, f"must be below sampling.n, which is {num_choices}, got {choice.index}")
+        if choice.index in seen:
+            raise InvalidArgument(field, f"must be given once, got {choice.index} again")
+        seen.add(choice.index)
+        _check_progress(f"resume.choices[{position}].token_ids", len(choice.token_ids), request.stopping)
+
+
+def _check_progress(field: str, num_tokens: int, stopping: Stopping) -> None:
+    if stopping.HasField("max_tokens") and num_tokens > stopping.max_tokens:
+        message = f"must hold at most max_tokens ids, which is {stopping.max_tokens}, got {num_tokens}"
+        raise InvalidArgument(field, message)
 
 
 def _check_lengths(field: str, texts: Sequence[str], limit: int) -> None:

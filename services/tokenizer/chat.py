@@ -16,6 +16,9 @@ from kvern.v1 import inference_pb2
 _TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a template raises on messages it was not written for."""
 
+_MAX_REASON_CHARS = 256
+"""It may quote the whole chat, and a status has room for a few kilobytes."""
+
 
 class ChatRenderer:
     """Renders the chats of one model, with the control tokens in their strings marked. Threads may share it."""
@@ -24,7 +27,7 @@ class ChatRenderer:
         self._transformers = tokenizer.transformers
         self._guard = guard
         parameters = inspect.signature(self._transformers.apply_chat_template).parameters
-        self._reserved = parameters.keys() - {"documents"}
+        self._reserved = parameters.keys() - {"documents"} | {"messages"}
 
     def render(self, chat: inference_pb2.Chat) -> str:
         """Return the text that stands for a chat. Raises InvalidArgument, with the template's reason if it refuses."""
@@ -48,7 +51,8 @@ class ChatRenderer:
                 **variables,
             )
         except _TEMPLATE_ERRORS as error:
-            raise InvalidArgument("chat", f"the model's template refuses it: {error}") from error
+            reason = self._guard.unmark(str(error))[:_MAX_REASON_CHARS]
+            raise InvalidArgument("chat", f"the model's template refuses it: {reason}") from error
 
     def _variables(self, template_kwargs_json: str) -> dict[str, Any]:
         field = "chat.template_kwargs_json"

@@ -10,6 +10,7 @@ from kvern.services.runtime.text import Tokenizer, check_token_ids
 from kvern.services.tokenizer.bad_words import encode_bad_words
 from kvern.services.tokenizer.chat import ChatRenderer
 from kvern.services.tokenizer.control_tokens import ControlTokenGuard
+from kvern.services.tokenizer.prefix_cache import CachingEncoder, PrefixCache
 from kvern.v1 import tokenizer_pb2
 
 
@@ -20,9 +21,10 @@ class PromptEncoder:
     chat only the template writes control tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, cache: PrefixCache) -> None:
         self._tokenizer = tokenizer
-        self._guard = ControlTokenGuard(tokenizer)
+        self._encoder = CachingEncoder(tokenizer.backend, cache)
+        self._guard = ControlTokenGuard(tokenizer, self._encoder)
         self._renderer = ChatRenderer(tokenizer, self._guard)
         self._added_bos_id = self._find_added_bos()
 
@@ -55,7 +57,7 @@ class PromptEncoder:
             token_ids = self._guard.encode(rendered, add_special_tokens=request.add_special_tokens)
             return self._with_one_bos(token_ids, request.add_special_tokens)
         adds_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        token_ids = self._tokenizer.encode(request.text, add_special_tokens=adds_special)
+        token_ids = self._encoder.encode(request.text, add_special_tokens=adds_special)
         return self._with_one_bos(token_ids, adds_special)
 
     def _with_one_bos(self, token_ids: list[int], adds_special: bool) -> list[int]:

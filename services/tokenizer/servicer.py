@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 import grpc
 
+from kvern.engine.block_hash import DIGEST_VERSION
 from kvern.services.runtime.errors import InvalidArgument, NotFound
 from kvern.services.runtime.text import Tokenizer, check_token_ids
+from kvern.services.tokenizer.prefix_cache import PrefixCache
 from kvern.services.tokenizer.prompt import PromptEncoder
 from kvern.services.tokenizer.workers import Workers
 from kvern.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -20,22 +22,22 @@ _Served = TypeVar("_Served")
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Serves the tokenizers of one or several models, by the models' names."""
 
-    def __init__(self, tokenizers: Mapping[str, Tokenizer], workers: Workers) -> None:
+    def __init__(self, tokenizers: Mapping[str, Tokenizer], workers: Workers, cache: PrefixCache) -> None:
         self._tokenizers = tokenizers
-        self._encoders = {name: PromptEncoder(tokenizer) for name, tokenizer in tokenizers.items()}
+        self._encoders = {name: PromptEncoder(tokenizer, cache) for name, tokenizer in tokenizers.items()}
         self._workers = workers
 
     async def EncodePrompt(
         self, request: tokenizer_pb2.EncodePromptRequest, context: _Context
     ) -> tokenizer_pb2.EncodePromptResponse:
         encoder = _find(self._encoders, request.model)
-        return await self._workers.run(encoder.encode, request)
+        return await self._workers.run(request.ByteSize(), encoder.encode, request)
 
     async def DecodeTokens(
         self, request: tokenizer_pb2.DecodeTokensRequest, context: _Context
     ) -> tokenizer_pb2.DecodeTokensResponse:
         tokenizer = _find(self._tokenizers, request.model)
-        return await self._workers.run(_decode, tokenizer, request)
+        return await self._workers.run(request.ByteSize(), _decode, tokenizer, request)
 
     async def GetTokenizerInfo(
         self, request: tokenizer_pb2.GetTokenizerInfoRequest, context: _Context
@@ -49,7 +51,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             )
             for name, tokenizer in self._tokenizers.items()
         ]
-        return tokenizer_pb2.GetTokenizerInfoResponse(tokenizers=infos)
+        return tokenizer_pb2.GetTokenizerInfoResponse(tokenizers=infos, digest_version=DIGEST_VERSION)
 
 
 def _find(served: Mapping[str, _Served], model: str) -> _Served:

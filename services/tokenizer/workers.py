@@ -1,19 +1,23 @@
-"""Threads for work that would hold up the event loop, and a bound on what waits for them."""
+"""Threads for work that would hold up the event loop, and bounds on what waits for them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from kvern.services.runtime.errors import ResourceExhausted
 
+LARGE_BYTES = 1024 * 1024
+"""A request above this is large. While a tokenizer encodes a text it takes some hundred times the text's size."""
+
 MAX_JOBS = 256
-"""Running and waiting. A job holds its request's text, so this bounds memory too."""
+MAX_BYTES = 256 * 1024 * 1024
+"""Of the requests that jobs hold. Small ones reach MAX_JOBS first, large ones this."""
 
 RETRY_AFTER_S = 0.5
 
@@ -22,21 +26,25 @@ _Result = TypeVar("_Result")
 
 
 class Workers:
-    """A thread for each core: encoding releases the GIL, so they run at once."""
+    """A thread for each core, since encoding releases the GIL, and one more that large requests take in turns.
 
-    def __init__(self, max_jobs: int = MAX_JOBS) -> None:
-        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="worker")
-        self._max_jobs = max_jobs
-        self._slots = threading.Semaphore(max_jobs)
+    So small requests do not wait for large ones, and only one of these at a time takes the memory that it needs. Used
+    from one event loop.
+    """
 
-    async def run(self, function: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        """Call a function in a thread. A cancelled call that has not begun never does. Raises ResourceExhausted."""
-        if not self._slots.acquire(blocking=False):
-            raise ResourceExhausted(f"{self._max_jobs} jobs are waiting", retry_after_s=RETRY_AFTER_S)
-        job = self._pool.submit(function, *args, **kwargs)
-        # The slot belongs to the job, not to its caller: one whose caller has gone still runs to its end.
-        job.add_done_callback(lambda _: self._slots.release())
-        return await asyncio.wrap_future(job)
+    def __init__(self, *, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
+        self._small = _Threads(len(os.sched_getaffinity(0)), "worker", max_jobs, max_bytes)
+        self._large = _Threads(1, "large-worker", max_jobs, max_bytes)
+
+    async def run(
+        self, num_bytes: int, function: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs
+    ) -> _Result:
+        """Call a function in a thread. A cancelled call that has not begun never does. Raises ResourceExhausted.
+
+        num_bytes: of the request that this is for.
+        """
+        threads = self._large if num_bytes > LARGE_BYTES else self._small
+        return await threads.run(num_bytes, partial(function, *args, **kwargs))
 
     def __enter__(self) -> Self:
         return self
@@ -44,4 +52,47 @@ class Workers:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._small.shutdown()
+        self._large.shutdown()
+
+
+class _Threads:
+    """A pool of threads with bounds on its jobs, running and waiting."""
+
+    def __init__(self, num_threads: int, name: str, max_jobs: int, max_bytes: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._idle = asyncio.Semaphore(num_threads)
+        self._max_jobs, self._num_jobs = max_jobs, 0
+        self._max_bytes, self._num_bytes = max_bytes, 0
+
+    async def run(self, num_bytes: int, function: Callable[[], _Result]) -> _Result:
+        self._enter(num_bytes)
+        try:
+            # The wait is here because the pool's own queue keeps what a cancelled call held.
+            await self._idle.acquire()
+        except asyncio.CancelledError:
+            self._leave(num_bytes)
+            raise
+        job = asyncio.get_running_loop().run_in_executor(self._pool, function)
+        job.add_done_callback(lambda _: self._end(num_bytes))
+        # Its place belongs to the job, not to its caller: one whose caller has gone still runs to its end.
+        return await asyncio.shield(job)
+
+    def shutdown(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+
+    def _enter(self, num_bytes: int) -> None:
+        if self._num_jobs == self._max_jobs:
+            raise ResourceExhausted(f"{self._num_jobs} requests are waiting", retry_after_s=RETRY_AFTER_S)
+        if self._num_bytes + num_bytes > self._max_bytes:
+            raise ResourceExhausted(f"requests of {self._num_bytes:,} bytes are waiting", retry_after_s=RETRY_AFTER_S)
+        self._num_jobs += 1
+        self._num_bytes += num_bytes
+
+    def _leave(self, num_bytes: int) -> None:
+        self._num_jobs -= 1
+        self._num_bytes -= num_bytes
+
+    def _end(self, num_bytes: int) -> None:
+        self._leave(num_bytes)
+        self._idle.release()

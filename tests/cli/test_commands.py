@@ -66,6 +66,15 @@ def test_generate_that_the_server_refuses_fails_with_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "tokenize"])
+def test_text_that_is_not_unicode_fails_with_one_line(command: str) -> None:
+    """B11."""
+    done = run_kvern(command, "a byte: \udcff")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: INVALID_ARGUMENT: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_interrupted_generation_exits_with_130_and_is_cancelled(server: UpProcess) -> None:
     command = [KVERN, "generate", "Once upon a time", "--temperature", "0", "--max-tokens", "450"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

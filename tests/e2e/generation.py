@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvern.client import Client
-from kvern.v1.inference_pb2 import Finished, GenerateResponse
+from kvern.client import Client, Delta, Event, Finished
 
 
 @dataclass(frozen=True)
@@ -15,11 +14,11 @@ class Generation:
     finished: Finished
 
 
-def collect(events: Iterable[GenerateResponse]) -> Generation:
+def collect(events: Iterable[Event]) -> Generation:
     """Read a generation to its end."""
     received = list(events)
-    text = "".join(event.delta.text for event in received)
-    (finished,) = [event.finished for event in received if event.HasField("finished")]
+    text = "".join(event.text for event in received if isinstance(event, Delta))
+    (finished,) = [event for event in received if isinstance(event, Finished)]
     return Generation(text, finished)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from kvern.client import Client
+from kvern.client import Client, Delta
 from tests.e2e.generation import assert_serves, collect
 from tests.up_process import UpProcess
 
@@ -40,7 +40,7 @@ def _connect_and_leave(address: str) -> None:
 def _leave_after_deltas(client: Client, number: int) -> None:
     events = client.generate("Once upon a time", max_tokens=400, temperature=0)
     for event in events:
-        number -= event.HasField("delta")
+        number -= isinstance(event, Delta)
         if number == 0:
             return
     raise AssertionError("the stream ended before the client left")

@@ -1,32 +1,21 @@
 """A lazy device with a KV memory that can be checked: each slot remembers the tokens up to the one it was written for.
 
 A step executes when its result is asked for, in order, with what the host knew when it was submitted; a token drawn by
-the step before is read on the device. The plain model: the next token is a hash of all tokens so far, read through the
-block table, so a wrong block, one freed too early, or a slot written twice changes the output or raises.
+the step before is read on the device, and exists nowhere until then. What grammars allow is read when the next step is
+submitted, as the real runner does. The next token depends on all tokens so far, read through the block table, so a
+wrong block, one freed too early, or a slot written twice changes the output or raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from zlib import crc32
+from dataclasses import dataclass, replace
 
-from kvern.engine.plan import Plan, PlanEntry, SampledToken
+import numpy as np
 
-VOCAB_SIZE = 50
+from kvern.engine.plan import Plan, PlanEntry, PromptLogprobs, SampledToken
+from kvern.engine.request import GrammarState, SamplingParams
 
-
-def next_token(token_ids: Sequence[int]) -> int:
-    return crc32(bytes(str(list(token_ids)), "ascii")) % VOCAB_SIZE
-
-
-def expected_output(prompt: Sequence[int], max_tokens: int, stop_token_ids: frozenset[int] = frozenset()) -> list[int]:
-    token_ids = list(prompt)
-    while len(token_ids) - len(prompt) < max_tokens:
-        token_ids.append(next_token(token_ids))
-        if token_ids[-1] in stop_token_ids:
-            break
-    return token_ids[len(prompt) :]
+from .plain_model import VOCAB_SIZE, draw, logprobs_of, scores
 
 
 @dataclass(frozen=True)
@@ -40,6 +29,11 @@ class Row:
     samples: bool
     known_token_ids: tuple[int, ...]
     table: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    grammar: GrammarState | None
+    prompt_start: int | None
+    """First position whose prediction of a prompt token is told. None: none is."""
 
 
 class CheckedRunner:
@@ -53,10 +47,13 @@ class CheckedRunner:
         self.last_sampled: dict[int, int] = {}
         self.num_executed = 0
         self.poisoned = set(poisoned)
+        self._last: LazyStep | None = None
         self._num_submitted = 0
         self._tables: dict[int, list[int]] = {}
 
     def submit(self, plan: Plan) -> LazyStep:
+        if self._last is not None:
+            self._last.finish()
         for request_id in plan.removed_ids:
             self._tables.pop(request_id, None)
         assert len({entry.request.request_id for entry in plan.entries}) == len(plan.entries)
@@ -65,6 +62,7 @@ class CheckedRunner:
         self.num_copies += len(plan.block_copies)
         step = LazyStep(self, self._num_submitted, [self._row(entry) for entry in plan.entries], plan.block_copies)
         self._num_submitted += 1
+        self._last = step
         return step
 
     def _row(self, entry: PlanEntry) -> Row:
@@ -84,6 +82,10 @@ class CheckedRunner:
             entry.samples,
             tuple(request.token_ids),
             tuple(table),
+            request.num_prompt_tokens,
+            request.sampling,
+            request.grammar if entry.samples else None,
+            max(entry.start, request.num_prompt_logprobs) if request.prompt_logprobs is not None else None,
         )
 
 
@@ -93,8 +95,15 @@ class LazyStep:
         self._number = number
         self._rows = rows
         self._copies = copies
+        self._masks: list[list[bool] | None] | None = None
+
+    def finish(self) -> None:
+        """Read what the grammars allow, unless that is done."""
+        if self._masks is None:
+            self._masks = [None if row.grammar is None else _mask(row.grammar) for row in self._rows]
 
     def result(self) -> list[SampledToken]:
+        self.finish()
         device, size = self._device, self._device.block_size
         assert self._number == device.num_executed, "steps execute in order"
         device.num_executed += 1
@@ -105,7 +114,8 @@ class LazyStep:
         truths = [self._truth(row) for row in self._rows]
         for row, truth in zip(self._rows, truths, strict=True):
             self._write(row, truth)
-        return [self._read(row, truth) for row, truth in zip(self._rows, truths, strict=True)]
+        assert self._masks is not None
+        return [self._read(*each) for each in zip(self._rows, truths, self._masks, strict=True)]
 
     def _truth(self, row: Row) -> tuple[int, ...]:
         if row.end <= len(row.known_token_ids):
@@ -121,14 +131,33 @@ class LazyStep:
         for position in range(max(row.start, row.num_resident_tokens), row.end):
             self._device.slots[self._slot(row, position)] = truth[: position + 1]
 
-    def _read(self, row: Row, truth: tuple[int, ...]) -> SampledToken:
+    def _read(self, row: Row, truth: tuple[int, ...], allowed: list[bool] | None) -> SampledToken:
         if row.request_id in self._device.poisoned:
             self._device.last_sampled.pop(row.request_id, None)
-            return SampledToken(None, error="logits are not numbers")
+            return SampledToken(None, error="logits are not numbers", is_corrupt=True)
         for position in range(row.end):
             held = self._device.slots[self._slot(row, position)]
             assert held == truth[: position + 1], "a block holds another prompt's KV"
+        sampled = SampledToken(None, prompt_logprobs=_predict_prompt(row))
         if not row.samples:
-            return SampledToken(None)
-        self._device.last_sampled[row.request_id] = next_token(truth)
-        return SampledToken(next_token(truth))
+            return sampled
+        token_id, logprobs = draw(truth, row.num_prompt_tokens, row.sampling, allowed)
+        self._device.last_sampled[row.request_id] = token_id
+        return replace(sampled, token_id=token_id, logprobs=None if row.sampling.logprobs is None else logprobs)
+
+
+def _mask(grammar: GrammarState) -> list[bool]:
+    words = np.empty(-(-VOCAB_SIZE // 32), dtype=np.int32)
+    grammar.fill(words, may_end=True)
+    bits: list[bool] = np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE].astype(bool).tolist()
+    return bits
+
+
+def _predict_prompt(row: Row) -> PromptLogprobs | None:
+    end = min(row.end, row.num_prompt_tokens - 1)
+    if row.prompt_start is None or row.prompt_start >= end:
+        return None
+    positions = range(row.prompt_start + 1, end + 1)
+    known = row.known_token_ids
+    items = [logprobs_of(scores(known[:position]), known[position]) for position in positions]
+    return PromptLogprobs(row.request_id, positions.start, items)

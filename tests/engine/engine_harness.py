@@ -70,6 +70,10 @@ class EngineHarness:
         self.engine.scheduler.check_integrity()
         assert self.engine.scheduler.pool.num_used == 0
 
+    @property
+    def num_preemptions(self) -> int:
+        return sum(outcome.request.num_preemptions for outcome in self._outcomes.values())
+
     def generate(
         self, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams = GREEDY, **fields: Any
     ) -> Outcome:

@@ -8,12 +8,13 @@ from queue import SimpleQueue
 import pytest
 
 from kvern.engine.block_pool import BlockPool
-from kvern.engine.core import Abort, Add, EngineCore, Output, Park, Refused, ResetCache, Resume, Stop
-from kvern.engine.plan import Plan, StepResult
+from kvern.engine.core import Abort, Add, EngineCore, Output, Park, Refused, ResetCache, Stop, Unpark
+from kvern.engine.plan import FirstScheduled, Plan, StepResult
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler, SchedulerConfig
 
-from .checked_runner import CheckedRunner, LazyStep, expected_output
+from .checked_runner import CheckedRunner, LazyStep
+from .plain_model import expected_output
 
 NUM_BLOCKS = 16
 
@@ -99,14 +100,17 @@ def test_run_abort_frees_blocks_after_the_step_under_way() -> None:
     core = make_core(runner)
     with running(core) as outputs:
         core.send(Add(make_request(0, [1], 60)))
+        admitted = outputs.get(timeout=10)  # before its step has run
         runner.permits.release()
         first = outputs.get(timeout=10)
         core.send(Abort(0))
         runner.permits.release()
         under_way, after = outputs.get(timeout=10), outputs.get(timeout=10)
+        assert isinstance(admitted, StepResult)
         assert isinstance(first, StepResult)
         assert isinstance(under_way, StepResult)
         assert isinstance(after, StepResult)
+        assert admitted.scheduled == [FirstScheduled(0, cached_tokens=0)]
         assert (len(first.token_ids), len(under_way.token_ids), len(after.token_ids)) == (1, 1, 0)
         assert (under_way.load.num_used_blocks, after.load.num_used_blocks) == (1, 0)
         core.send(Abort(0))
@@ -119,7 +123,7 @@ def test_run_parked_request_waits_until_it_is_resumed() -> None:
         core.send(Park(0))
         core.send(Add(make_request(1, [2], 3)))
         assert collect(outputs, 1)[0][1] == expected_output([2], 3)
-        core.send(Resume(0))
+        core.send(Unpark(0))
         core.send(ResetCache())
         core.send(Add(make_request(2, [3], 50)))
         assert collect(outputs, 2)[0][2] == expected_output([3], 50)

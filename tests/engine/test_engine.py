@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from kvern.engine.config import EngineConfig
 from kvern.engine.model import LoadedModel, load_model
 from kvern.engine.request import SamplingParams
 from kvern.engine.startup import build_engine
+from kvern.services.engine.convert import choice_seed
 
-from .engine_harness import EngineHarness
+from .engine_harness import EngineHarness, Outcome
 
 # Minutes of pure computing where other work has the cores.
 pytestmark = pytest.mark.timeout(1200)
@@ -63,16 +65,21 @@ def test_greedy_tokens_from_the_prefix_cache_equal_transformers(
         assert outcome.token_ids == reference_tokens[prompt]
 
 
-def test_greedy_tokens_among_32_others_equal_transformers(model: LoadedModel, reference_tokens: Reference) -> None:
-    """D17, D02: others sample at random, come and go, and do not move a greedy request."""
-    engine = harness(model, max_num_seqs=64, max_num_batched_tokens=256)
-    others = [
-        engine.add([1000 + number] * (3 + 5 * number), 8 + 2 * number, SamplingParams(1.0, 0.9, 50, seed=number))
-        for number in range(32)
+def add_others(engine: EngineHarness, count: int) -> list[Outcome]:
+    """Add requests of all lengths that sample at random, come and go."""
+    return [
+        engine.add([1000 + number] * (3 + 3 * number), 8 + number, SamplingParams(1.0, 0.9, 50, seed=number))
+        for number in range(count)
     ]
+
+
+def test_greedy_tokens_among_63_others_equal_transformers(model: LoadedModel, reference_tokens: Reference) -> None:
+    """D17, D02."""
+    engine = harness(model, max_num_seqs=128, max_num_batched_tokens=256)
+    others = add_others(engine, 63)
     outcomes = {prompt: engine.add(prompt, NUM_TOKENS) for prompt in reference_tokens}
     engine.run()
-    assert all(len(other.token_ids) == 8 + 2 * number for number, other in enumerate(others))
+    assert all(len(other.token_ids) == 8 + number for number, other in enumerate(others))
     assert {prompt: outcome.token_ids for prompt, outcome in outcomes.items()} == reference_tokens
 
 
@@ -87,16 +94,71 @@ def test_greedy_tokens_of_preempted_requests_equal_transformers(
     assert {prompt: outcome.token_ids for prompt, outcome in outcomes.items()} == short
 
 
-def test_seeded_tokens_do_not_depend_on_chunks_cache_or_company(
-    model: LoadedModel, reference_tokens: Reference
+SEEDED = SamplingParams(temperature=1, seed=2**63 + 5)
+"""Of the whole distribution, nothing filtered: where a sum differed in its last bits, a draw could."""
+
+NUM_SEEDED_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def seeded_tokens(model: LoadedModel, reference_tokens: Reference) -> Reference:
+    """What each of six prompts gives whole, cold and alone."""
+    engine = harness(model, enable_prefix_caching=False)
+    prompts = [prompt for prompt in reference_tokens if len(prompt) <= 60][:6]
+    return {prompt: engine.generate(prompt, NUM_SEEDED_TOKENS, SEEDED).token_ids for prompt in prompts}
+
+
+def run_seeded(engine: EngineHarness, seeded_tokens: Reference) -> dict[tuple[int, ...], Outcome]:
+    outcomes = {prompt: engine.add(prompt, NUM_SEEDED_TOKENS, SEEDED) for prompt in seeded_tokens}
+    engine.run()
+    return outcomes
+
+
+def tokens_of(outcomes: dict[tuple[int, ...], Outcome]) -> Reference:
+    return {prompt: outcome.token_ids for prompt, outcome in outcomes.items()}
+
+
+def test_seeded_tokens_from_the_prefix_cache_are_the_same(model: LoadedModel, seeded_tokens: Reference) -> None:
+    engine = harness(model)
+    run_seeded(engine, seeded_tokens)
+    warm = run_seeded(engine, seeded_tokens)
+    assert all(outcome.request.num_cached_tokens for prompt, outcome in warm.items() if len(prompt) >= 16)
+    assert tokens_of(warm) == seeded_tokens
+
+
+def test_seeded_tokens_in_chunks_of_seven_are_the_same(model: LoadedModel, seeded_tokens: Reference) -> None:
+    engine = harness(model, max_num_batched_tokens=7, max_num_seqs=7, enable_prefix_caching=False)
+    assert tokens_of(run_seeded(engine, seeded_tokens)) == seeded_tokens
+
+
+def test_seeded_tokens_among_63_others_are_the_same(model: LoadedModel, seeded_tokens: Reference) -> None:
+    engine = harness(model, max_num_seqs=128, max_num_batched_tokens=256)
+    add_others(engine, 63)
+    assert tokens_of(run_seeded(engine, seeded_tokens)) == seeded_tokens
+
+
+def test_seeded_tokens_of_preempted_requests_are_the_same(model: LoadedModel, seeded_tokens: Reference) -> None:
+    engine = harness(model, num_blocks=12, max_model_len=128, max_num_seqs=8)
+    outcomes = run_seeded(engine, seeded_tokens)
+    assert sum(outcome.request.num_preemptions for outcome in outcomes.values()) > 0
+    assert tokens_of(outcomes) == seeded_tokens
+
+
+def test_four_choices_are_what_four_requests_with_their_seeds_give(
+    model: LoadedModel, seeded_tokens: Reference
 ) -> None:
-    """A request's draws depend on its seed and its positions alone."""
-    sampling = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=2**63 + 5)
-    prompts = list(reference_tokens)[:6]
-    alone = harness(model)
-    expected = [alone.generate(prompt, 24, sampling).token_ids for prompt in prompts]
-    assert [alone.generate(prompt, 24, sampling).token_ids for prompt in prompts] == expected
-    crowd = harness(model, max_num_batched_tokens=7, max_num_seqs=7)
-    outcomes = [crowd.add(prompt, 24, sampling) for prompt in prompts]
-    crowd.run()
-    assert [outcome.token_ids for outcome in outcomes] == expected
+    """D04, A25."""
+    prompt = max(seeded_tokens, key=len)
+    samplings = [replace(SEEDED, seed=choice_seed(SEEDED.seed, choice)) for choice in range(4)]
+    single = harness(model, enable_prefix_caching=False)
+    expected = [single.generate(prompt, NUM_SEEDED_TOKENS, sampling).token_ids for sampling in samplings]
+    engine = harness(model)
+    first = engine.add(prompt, NUM_SEEDED_TOKENS, samplings[0])
+    forks = [
+        engine.add(prompt, NUM_SEEDED_TOKENS, sampling, choice=choice, arrival=0, fork_of=first.request)
+        for choice, sampling in enumerate(samplings[1:], start=1)
+    ]
+    engine.run()
+    assert [outcome.token_ids for outcome in [first, *forks]] == expected
+    assert len(set(map(tuple, expected))) == 4
+    assert all(len(tokens) == NUM_SEEDED_TOKENS for tokens in expected)

@@ -80,10 +80,12 @@ def test_end_ids_are_those_of_sequence_turn_and_message(tmp_path: Path, model: L
     assert load(path).eos_token_ids == frozenset()
 
 
-def test_dtype_asked_for_is_honoured(tmp_path: Path, model: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_asked_for_is_honoured(tmp_path: Path, model: LlamaForCausalLM, dtype: str) -> None:
     """I11."""
-    loaded = load(write_gguf(tmp_path / "model.gguf", gguf_tensors(model)), dtype="bfloat16")
-    assert loaded.dtype == torch.bfloat16
+    loaded = load(write_gguf(tmp_path / "model.gguf", gguf_tensors(model)), dtype=dtype)
+    assert loaded.dtype == getattr(torch, dtype)
+    assert {parameter.dtype for parameter in loaded.module.parameters()} == {loaded.dtype}
     torch.testing.assert_close(logits_of(loaded), expected_logits(model), atol=0.3, rtol=0.1)
 
 
@@ -103,7 +105,7 @@ def test_real_model_is_read_as_what_it_is(smollm2_path: Path) -> None:
         ({"llama__block_count": None}, "block_count is missing"),
         ({"llama__attention__head_count": [4, 4]}, r"attention.head_count: \[4, 4\] is not a whole number"),
         ({"llama__attention__head_count_kv": 3}, "4 attention heads cannot share 3 KV heads"),
-        ({"llama__expert_count": 8}, "expert_count: a mixture of experts is not supported"),
+        ({"llama__expert_count": 8}, "expert_used_count is missing"),
         ({"llama__rope__scaling__type": "dynamic"}, "rope.scaling.type: 'dynamic' is not supported"),
         ({"llama__rope__scaling__type": "yarn"}, "rope.scaling.factor is missing"),
         ({"llama__rope__dimension_count": 8}, "rope.dimension_count: "),

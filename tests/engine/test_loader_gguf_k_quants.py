@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from .tiny_gguf import gguf_tensors, metadata_of, write_gguf
+from .tiny_gguf import SUPERBLOCK, gguf_tensors, metadata_of, random_blocks, write_gguf
 from .tiny_llama import load
 from .tiny_models import expected_logits, paged_logits, save_tiny
-
-_SUPERBLOCK = 256
 
 
 def _half(block: bytes, offset: int) -> float:
@@ -62,31 +60,16 @@ def q6_k(block: bytes) -> Iterator[float]:
             yield scale * factor * quant
 
 
-HALVES: dict[str, tuple[Callable[[bytes], Iterator[float]], tuple[int, ...]]] = {
-    "Q4_K": (q4_k, (0, 2)),
-    "Q5_K": (q5_k, (0, 2)),
-    "Q6_K": (q6_k, (208,)),
-}
-"""By type: the formula for one block, and where its half-precision numbers are."""
-
-
-def random_blocks(kind: str, shape: tuple[int, int]) -> np.ndarray:
-    """Return a matrix in random bytes, scales aside: [rows, bytes]."""
-    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
-    generator = np.random.default_rng(len(kind) + shape[0])
-    blocks = generator.integers(0, 256, (shape[0], shape[1] // _SUPERBLOCK, size), dtype=np.uint8)
-    for offset in HALVES[kind][1]:
-        scales = generator.uniform(1e-5, 2e-4, blocks.shape[:2]).astype("<f2")
-        blocks[..., offset : offset + 2] = scales[..., None].view(np.uint8)
-    return blocks.reshape(shape[0], -1)
+FORMULAS: dict[str, Callable[[bytes], Iterator[float]]] = {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}
+"""By type, for one block."""
 
 
 def dequantized(kind: str, rows: np.ndarray, width: int) -> np.ndarray:
-    blocks = rows.reshape(len(rows) * width // _SUPERBLOCK, -1)
-    return np.array([list(HALVES[kind][0](bytes(block))) for block in blocks], dtype=np.float32).reshape(-1, width)
+    blocks = rows.reshape(len(rows) * width // SUPERBLOCK, -1)
+    return np.array([list(FORMULAS[kind](bytes(block))) for block in blocks], dtype=np.float32).reshape(-1, width)
 
 
-@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("kind", FORMULAS)
 def test_matrices_are_dequantized_as_llama_cpp_does(tmp_path: Path, kind: str) -> None:
     """I08."""
     shape = {"vocab_size": 113, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from kvern.engine import block_tables
+from kvern.engine.block_hash import extend_digests
 from kvern.engine.errors import RequestRefused
 from kvern.engine.request import FinishReason, RequestStatus
 from kvern.engine.scheduler import Policy
 
-from .checked_runner import expected_output
+from .plain_model import expected_output
 from .scheduler_harness import BLOCK_SIZE, Engine
 
 
@@ -371,8 +373,8 @@ def test_parked_request_stands_still_and_goes_on_where_it_was(depth: int) -> Non
     assert engine.runner.num_computed_tokens - before <= 12
     assert not engine.scheduler.has_work
     assert parked.block_ids
-    engine.scheduler.resume(parked.request_id)
-    engine.scheduler.resume(parked.request_id)
+    engine.scheduler.unpark(parked.request_id)
+    engine.scheduler.unpark(parked.request_id)
     engine.run()
     assert engine.outputs[parked.request_id] == expected_output([1, 2, 3], 12)
     assert parked.num_preemptions == 0
@@ -387,7 +389,7 @@ def test_parked_request_is_the_first_victim_whatever_its_age() -> None:
     while young.request_id not in engine.ended:
         engine.step()
     assert (oldest.num_preemptions, young.num_preemptions) == (1, 0)
-    engine.scheduler.resume(oldest.request_id)
+    engine.scheduler.unpark(oldest.request_id)
     engine.run()
     assert engine.outputs[oldest.request_id] == expected_output([1] * 9, 12)
 
@@ -505,3 +507,52 @@ def test_victim_in_flight_keeps_the_token_it_was_drawing() -> None:
     for request, prompt in zip(requests, prompts, strict=True):
         assert engine.outputs[request.request_id] == expected_output(prompt, 20)
     assert sum(request.num_preemptions for request in requests) > 0
+
+
+def test_equals_in_a_tiny_pool_take_turns_and_nobody_starves() -> None:
+    """C08: whoever is preempted comes back in its order, before those who arrived after it."""
+    engine = Engine(num_blocks=12, max_model_len=48, policy=Policy.PRIORITY)
+    requests = [engine.add([number] * 5, max_tokens=24) for number in range(12)]
+    engine.run()
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert [engine.outputs[number] for number in range(12)] == [expected_output([n] * 5, 24) for n in range(12)]
+    assert list(engine.ended) == list(range(12))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_many_aborts_over_a_shared_prefix_leave_nothing_and_corrupt_nothing(depth: int) -> None:
+    """C26, C25: choices of one prompt go one by one, some at every stage; the rest read only what is theirs."""
+    engine = Engine(num_blocks=14, max_model_len=48, depth=depth)
+    prefix = [7] * 10
+    for number in range(40):
+        first = engine.add([*prefix, number % 3], max_tokens=16, n=1 + number % 3)
+        for _ in range(number % 4):
+            engine.step()
+        engine.scheduler.abort(first.request_id - number % 2)
+    aborted = set(engine.outputs) - set(engine.scheduler._requests) - set(engine.ended)
+    engine.run()
+    assert len(aborted) >= 10
+    for number, request in enumerate(engine.outputs.values()):
+        assert number in aborted or len(request) == 16
+    assert engine.pool.num_free == 14
+
+
+def test_blocks_of_prompts_whose_digests_collide_are_told_apart_by_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C23: with digests of 4 bits the checked device finds another prompt's KV, so the whole strength is the digest's:
+    128 bits, a chance of 2^-49 that any two of 2^40 blocks collide."""
+
+    def few_digests(parent: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
+        return [bytes([digest[0] & 15]) for digest in extend_digests(parent, token_ids, block_size)]
+
+    def run_prompts() -> None:
+        engine = Engine(num_blocks=200)
+        for number in range(40):
+            engine.add([number] * 9, max_tokens=1)
+            engine.run()
+
+    run_prompts()
+    monkeypatch.setattr(block_tables, "extend_digests", few_digests)
+    with pytest.raises(AssertionError, match="another prompt's KV"):
+        run_prompts()

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvern.engine.request import FinishReason
+from kvern.engine.request import FinishReason, SamplingParams
 from kvern.engine.scheduler import Policy
 
-from .checked_runner import expected_output
+from .plain_model import END_TOKEN_ID, PlainGrammar, expected_output
 from .scheduler_harness import Engine
 
 
@@ -31,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=4,
             max_num_batched_tokens=9,
             max_model_len=36,
+            eos_token_ids=frozenset({END_TOKEN_ID}),
             policy=Policy.PRIORITY,
             depth=self.depth,
         )
@@ -45,8 +46,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(0, 16),
         priority=st.sampled_from([0, 0, 0, 1]),
         options=st.sampled_from([{}, {}, {}, {"no_store": True}, {"bypass": True}, {"salt": "x"}, {"n": 3}]),
-        logprobs=st.sampled_from([None, None, None, 1]),
+        prompt_logprobs=st.sampled_from([None, None, None, 1]),
         stop=st.sampled_from([frozenset(), frozenset(range(5))]),
+        sampling=st.sampled_from([SamplingParams(), SamplingParams(frequency_penalty=0.5)]),
+        grammar_tokens=st.sampled_from([None, None, 4, 12]),
     )
     def arrive(
         self,
@@ -55,15 +58,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         priority: int,
         options: dict[str, Any],
-        logprobs: int | None,
+        prompt_logprobs: int | None,
         stop: frozenset[int],
+        sampling: SamplingParams,
+        grammar_tokens: int | None,
     ) -> None:
         prompt = [7] * min(branch, length) + [3] * max(0, length - branch)
         first = self.engine.add(
-            prompt, max_tokens, priority=priority, prompt_logprobs=logprobs, stop_token_ids=stop, **options
+            prompt,
+            max_tokens,
+            priority=priority,
+            prompt_logprobs=prompt_logprobs,
+            sampling=sampling,
+            grammar_tokens=grammar_tokens,
+            stop_token_ids=stop,
+            **options,
         )
+        grammar = None if grammar_tokens is None else PlainGrammar(grammar_tokens)
+        expected = expected_output(prompt, max_tokens, stop | {END_TOKEN_ID}, sampling=sampling, grammar=grammar)
         for number in range(first.request_id, first.request_id + options.get("n", 1)):
-            self.expected[number] = expected_output(prompt, max_tokens, stop)
+            self.expected[number] = expected
 
     @precondition(lambda self: self.engine.scheduler.has_work or self.engine.in_flight)
     @rule(steps=st.integers(1, 6))
@@ -73,7 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.engine.step()
 
     @precondition(lambda self: self.engine.scheduler._requests)
-    @rule(data=st.data(), what=st.sampled_from(["abort", "park", "park", "resume", "resume"]))
+    @rule(data=st.data(), what=st.sampled_from(["abort", "park", "park", "unpark", "unpark"]))
     def disturb(self, data: st.DataObject, what: str) -> None:
         number = data.draw(st.sampled_from(sorted(self.engine.scheduler._requests)))
         getattr(self.engine.scheduler, what)(number)
@@ -105,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for number in list(self.engine.scheduler._requests):
-            self.engine.scheduler.resume(number)
+            self.engine.scheduler.unpark(number)
         self.engine.run()
         for number, expected in self.expected.items():
             output = self.engine.outputs[number]
@@ -122,9 +136,10 @@ class DeeperMachine(SchedulerMachine):
     depth = 1
 
 
-_SETTINGS = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+# About 10,000 steps at either depth; `python -m tests.engine.soak` runs more.
+SETTINGS = settings(
+    max_examples=130, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestDeeperMachine = DeeperMachine.TestCase
-TestSchedulerMachine.settings = TestDeeperMachine.settings = _SETTINGS
+TestSchedulerMachine.settings = TestDeeperMachine.settings = SETTINGS

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from torch import Tensor
 
 Tensors = dict[str, np.ndarray[Any, Any]]
+
+SUPERBLOCK = 256
+_HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where a superblock of a type that only llama.cpp writes has its half-precision numbers, in bytes."""
 
 _LLAMA: dict[str, Any] = {
     "general.architecture": "llama",
@@ -31,20 +37,51 @@ def gguf_tensors(model: Any, arch: str = "llama") -> Tensors:
     key = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(key, model.config.num_hidden_layers)
     tensors = {}
-    for hf_name, tensor in model.state_dict().items():
+    for hf_name, tensor in _with_separate_gates(model.state_dict()):
         if hf_name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert name is not None, hf_name
         weights = tensor.numpy()
-        if arch == "llama" and ".attn_q." in name:
+        if arch in ("llama", "smollm3") and ".attn_q." in name:
             weights = _permuted(weights, model.config.num_attention_heads)
-        if arch == "llama" and ".attn_k." in name:
+        if arch in ("llama", "smollm3") and ".attn_k." in name:
             weights = _permuted(weights, model.config.num_key_value_heads)
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             weights = weights + 1
         tensors[name] = weights
     return tensors
+
+
+def _with_separate_gates(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Return tensors by name. transformers keeps the gates of all experts and their ups as one."""
+    for name, tensor in state.items():
+        if name.endswith(".experts.gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}.weight"), half
+        else:
+            yield name.replace(".experts.down_proj", ".experts.down_proj.weight"), tensor
+
+
+def with_separate_experts(tensors: Tensors) -> Tensors:
+    """Return tensors as llama.cpp wrote them before it stacked experts."""
+    stacked = {name: weights for name, weights in tensors.items() if "_exps." in name}
+    return {name: weights for name, weights in tensors.items() if name not in stacked} | {
+        name.replace("_exps.", f".{expert}."): part
+        for name, weights in stacked.items()
+        for expert, part in enumerate(weights)
+    }
+
+
+def random_blocks(kind: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return a tensor of one of llama.cpp's own types, in random bytes, scales aside: [..., bytes]."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    generator = np.random.default_rng(len(kind) + shape[0])
+    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // SUPERBLOCK, size), dtype=np.uint8)
+    for offset in _HALVES[kind]:
+        scales = generator.uniform(1e-5, 2e-4, blocks.shape[:-1]).astype("<f2")
+        blocks[..., offset : offset + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def _permuted(weights: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvern.engine.config import EngineConfig
@@ -21,6 +23,7 @@ from kvern.kernels.paged_attention import plan_attention
 WINDOW = 10
 PROMPT = [(11 * position * position + 5 * position + 3) % 113 for position in range(3 * WINDOW)]
 
+_INDEX = "model.safetensors.index.json"
 _BLOCK_SIZE = 4
 _NUM_BLOCKS = 64
 _SHAPE = {
@@ -49,6 +52,19 @@ def save_tiny(path: Path, name: str, *, seed: int = 0, **config: Any) -> Any:
                 parameter.add_(torch.randn(parameter.shape) * (0.3 if "norm" in parameter_name else 0.1))
     model.save_pretrained(path, max_shard_size="60KB")
     return model
+
+
+def edit_shards(path: Path, add: dict[str, torch.Tensor], remove: str = "") -> None:
+    """Add tensors to the last shard of a checkpoint, and remove one wherever it is."""
+    index = json.loads((path / _INDEX).read_text())
+    shard = sorted(set(index["weight_map"].values()))[-1]
+    for file in {shard, index["weight_map"].get(remove, shard)}:
+        tensors = load_file(path / file) | (add if file == shard else {})
+        tensors.pop(remove, None)
+        save_file(tensors, path / file, {"format": "pt"})
+    weight_map = index["weight_map"] | dict.fromkeys(add, shard)
+    weight_map.pop(remove, None)
+    (path / _INDEX).write_text(json.dumps(index | {"weight_map": weight_map}))
 
 
 @torch.inference_mode()
@@ -111,3 +127,11 @@ def generate(model: LoadedModel, num_tokens: int, chunk: int, prompt: list[int] 
             if token.token_id is not None:
                 entry.request.token_ids.append(token.token_id)
     return requests[0].token_ids[len(prompt) :]
+
+
+def assert_near_in_low_precision(loaded: LoadedModel, model: Any) -> None:
+    """Assert that the precision costs Kvern hardly more than transformers, of which `model` is in float32."""
+    expected = expected_logits(model)
+    own = expected_logits(model.to(loaded.dtype))
+    difference, own_difference = (float((logits - expected).norm()) for logits in (paged_logits(loaded, 7), own))
+    assert difference < 1.5 * own_difference + 1e-3 * float(expected.norm())

@@ -129,6 +129,49 @@ def test_attention_over_poisoned_pool_equals_reference(
 MIXED = ([1, 7, 1, 130, 1, 2, 40], [40, 7, 300, 150, 3, 64, 333])
 
 
+def attend_pieces(whole: Step, pieces: list[int], company: Step | None = None) -> Tensor:
+    """Attend a sequence's queries in pieces, each a step of its own, beside another sequence or alone."""
+    outs, done = [], 0
+    for count in pieces:
+        table, starts, lens = whole.block_table, [0, count], [done + count]
+        q, k, v, slots, kv = (
+            whole.q[done : done + count],
+            whole.k[done : done + count],
+            whole.v[done : done + count],
+            whole.slot_mapping[done : done + count],
+            whole.kv,
+        )
+        if company is not None:
+            kv = torch.cat((whole.kv, company.kv))
+            table = torch.zeros(2, max(whole.block_table.shape[1], company.block_table.shape[1]), dtype=torch.int32)
+            table[0, : whole.block_table.shape[1]] = whole.block_table[0]
+            table[1, : company.block_table.shape[1]] = company.block_table[0] + len(whole.kv)
+            starts, lens = [*starts, count + len(company.q)], [*lens, int(company.context_lens[0])]
+            q, k, v = torch.cat((q, company.q)), torch.cat((k, company.k)), torch.cat((v, company.v))
+            slots = torch.cat((slots, company.slot_mapping + len(whole.kv) * kv.shape[4]))
+        metadata = plan_attention(
+            kv, table, torch.tensor(starts, dtype=torch.int32), torch.tensor(lens, dtype=torch.int32), slots
+        )
+        write_kv(kv, LAYER, k, v, metadata)
+        outs.append(paged_attention(q, kv, LAYER, metadata, 0.125)[:count])
+        whole.kv.copy_(kv[: len(whole.kv)])
+        done += count
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("pieces", [[300], [1] * 300, [7] * 42 + [6], [128, 1, 64, 107], [299, 1]])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (4, 4), (8, 1)])
+def test_query_in_float32_is_the_same_bits_however_its_sequence_is_cut(
+    pieces: list[int], num_heads: int, num_kv_heads: int
+) -> None:
+    """D17: whole, in chunks, token by token; alone and in company."""
+    make = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    expected = attend_pieces(make_step([300], [300], **make), [300])
+    assert torch.equal(attend_pieces(make_step([300], [300], **make), pieces), expected)
+    company = make_step([5], [411], **make)
+    assert torch.equal(attend_pieces(make_step([300], [300], **make), pieces, company), expected)
+
+
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("sliding_window", [1, 16, 37, 1000])
 def test_attention_within_a_window_equals_reference(sliding_window: int, softcap: float | None) -> None:

@@ -45,6 +45,37 @@ def wordpiece() -> Tokenizer:
     return _with_special_tokens(backend)
 
 
+def byte_level() -> Tokenizer:
+    """Words split as GPT-2's, with a space put before each text; NFC; sequences begin and end with special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIAL, *alphabet, "Ġa", "ab", "Ġab", "ĊĊ"]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    merges = [("Ġ", "a"), ("a", "b"), ("Ġa", "b"), ("Ċ", "Ċ")]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    backend.decoder = decoders.ByteLevel()
+    _with_special_tokens(backend)
+    backend.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
+    return backend
+
+
+def many_added_tokens() -> Tokenizer:
+    """Added tokens of all sorts: parts of others, spaces, letters, some that take spaces or are whole words only."""
+    vocab = {token: number for number, token in enumerate([*SPECIAL, *"abcdef<>|[] ", "ab", "日"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")], unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
+    backend.decoder = decoders.Fuse()
+    backend.add_tokens([AddedToken(f"<extra_{number}>", normalized=False) for number in range(300)])
+    overlapping = ["  ", "\n\n", "[a", "[a]", "a>", "|<extra_1", "[e]", "c[e]d", "d>"]
+    backend.add_tokens([AddedToken(token, normalized=False) for token in overlapping])
+    backend.add_tokens([AddedToken("<l>", normalized=False, lstrip=True), AddedToken("<W>", normalized=True)])
+    backend.add_tokens([AddedToken("<r>", normalized=False, rstrip=True)])
+    backend.add_tokens([AddedToken(token, normalized=False, single_word=True) for token in ("<w>", "a|", "word")])
+    return _with_special_tokens(backend)
+
+
 def _with_special_tokens(backend: Tokenizer) -> Tokenizer:
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     backend.add_tokens([AddedToken("<t>", normalized=False)])

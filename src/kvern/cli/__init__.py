@@ -55,8 +55,6 @@ def _run() -> int:
         return _fail(f"{error.message}; start one with: kvern up", EXIT_UNREACHABLE)
     except KvernError as error:
         return _fail(str(error))
-    except UnicodeError:
-        return _fail("the text is not valid Unicode")
     except BrokenPipeError:
         # Whoever read our output is gone. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,8 +11,7 @@ import click
 from kvern.cli.answer import GenerationFailed, print_answer, print_text
 from kvern.cli.options import generation_options, given, json_option, server_option
 from kvern.cli.output import stderr_console
-from kvern.client import Client, GenerateOptions, KvernError
-from kvern.v1 import inference_pb2 as pb
+from kvern.client import Client, Delta, Event, GenerateOptions, KvernError
 
 _PROMPT = "> "
 
@@ -63,10 +62,10 @@ class Conversation:
                 self._messages = [*turn, {"role": "assistant", "content": "".join(parts)}]
 
 
-def _recorded(events: Iterable[pb.GenerateResponse], parts: list[str]) -> Iterator[pb.GenerateResponse]:
+def _recorded(events: Iterable[Event], parts: list[str]) -> Iterator[Event]:
     for event in events:
-        if event.HasField("delta"):
-            parts.append(event.delta.text)
+        if isinstance(event, Delta):
+            parts.append(event.text)
         yield event
 
 

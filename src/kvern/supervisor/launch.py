@@ -29,9 +29,9 @@ SERVICES: dict[str, type[ServiceSettings]] = {
 }
 
 _OWN_FIELDS = frozenset(
-    {"config", "listen", "tokenizer", "replicas", "engine", "router", "supervisor_pid", "drain_delay_s"}
+    {"config", "listen", "tokenizer", "replicas", "engine", "router", "supervisor_pid", "drain_delay_s", "more_models"}
 )
-"""Settings that the set gives its services itself: how they are connected, and no wait for a load balancer."""
+"""Settings that the set gives its services itself: how they are connected, no wait for a load balancer, one model."""
 
 _CLIENT_VARIABLES = frozenset({"KVERN_SERVER"})
 

@@ -26,21 +26,29 @@ class ConnectRequest(_message.Message):
 
     ADD_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    PARK_FIELD_NUMBER: _builtins.int
+    UNPARK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def add(self) -> Global___AddRequest: ...
     @_builtins.property
     def abort(self) -> Global___AbortRequest: ...
+    @_builtins.property
+    def park(self) -> Global___ParkRequest: ...
+    @_builtins.property
+    def unpark(self) -> Global___UnparkRequest: ...
     def __init__(
         self,
         *,
         add: Global___AddRequest | None = ...,
         abort: Global___AbortRequest | None = ...,
+        park: Global___ParkRequest | None = ...,
+        unpark: Global___UnparkRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "command", b"command"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "command", b"command", "park", b"park", "unpark", b"unpark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "command", b"command"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "command", b"command", "park", b"park", "unpark", b"unpark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["add", "abort"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["add", "abort", "park", "unpark"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -61,6 +69,7 @@ class AddRequest(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """The stream's own; never used twice on one stream."""
     priority: _builtins.int
@@ -86,6 +95,10 @@ class AddRequest(_message.Message):
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]:
         """Token sequences that are never completed."""
 
+    @_builtins.property
+    def resumed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedChoice]:
+        """Where not empty, only these choices run, and each goes on after what it had."""
+
     def __init__(
         self,
         *,
@@ -100,10 +113,11 @@ class AddRequest(_message.Message):
         bad_words: _abc.Iterable[_inference_pb2.TokenIds] | None = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        resumed: _abc.Iterable[Global___ResumedChoice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache", b"cache", "constraint", b"constraint", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "bad_words", b"bad_words", "cache", b"cache", "constraint", b"constraint", "id", b"id", "logprobs", b"logprobs", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "bad_words", b"bad_words", "cache", b"cache", "constraint", b"constraint", "id", b"id", "logprobs", b"logprobs", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "resumed", b"resumed", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -115,6 +129,33 @@ class AddRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___AddRequest: _TypeAlias = AddRequest  # noqa: Y015
+
+@_typing.final
+class ResumedChoice(_message.Message):
+    """ResumedChoice is a choice that began elsewhere."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Output tokens it has already. They count as output, and are not told again."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumedChoice: _TypeAlias = ResumedChoice  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
@@ -141,6 +182,50 @@ class AbortRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choice) -> _WhichOneofReturnType__choice | None: ...
 
 Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
+
+@_typing.final
+class ParkRequest(_message.Message):
+    """ParkRequest lets all choices of a request stand still: their reader does not keep up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Unknown ids are ignored."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ParkRequest: _TypeAlias = ParkRequest  # noqa: Y015
+
+@_typing.final
+class UnparkRequest(_message.Message):
+    """UnparkRequest lets them go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Unknown ids are ignored."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnparkRequest: _TypeAlias = UnparkRequest  # noqa: Y015
 
 @_typing.final
 class ConnectResponse(_message.Message):

@@ -253,6 +253,8 @@ class ReplicaLoad(_message.Message):
     NUM_USED_BLOCKS_FIELD_NUMBER: _builtins.int
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_STREAMS_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_CHOICES_FIELD_NUMBER: _builtins.int
+    NUM_PARKED_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_used_blocks: _builtins.int
@@ -261,6 +263,10 @@ class ReplicaLoad(_message.Message):
     """Prompt tokens not computed yet, waiting and running requests together."""
     num_streams: _builtins.int
     """Streams open at the replica's front door."""
+    num_failed_choices: _builtins.int
+    """Choices ended since the engine's start because their logits were not numbers."""
+    num_parked: _builtins.int
+    """Requests that stand still because their readers do not keep up."""
     def __init__(
         self,
         *,
@@ -269,10 +275,12 @@ class ReplicaLoad(_message.Message):
         num_used_blocks: _builtins.int = ...,
         queued_prefill_tokens: _builtins.int = ...,
         num_streams: _builtins.int = ...,
+        num_failed_choices: _builtins.int = ...,
+        num_parked: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_running", b"num_running", "num_streams", b"num_streams", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "queued_prefill_tokens", b"queued_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_failed_choices", b"num_failed_choices", "num_parked", b"num_parked", "num_running", b"num_running", "num_streams", b"num_streams", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "queued_prefill_tokens", b"queued_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -216,16 +216,22 @@ class GetTokenizerInfoResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENIZERS_FIELD_NUMBER: _builtins.int
+    DIGEST_VERSION_FIELD_NUMBER: _builtins.int
+    digest_version: _builtins.int
+    """How this process makes block digests. Every replica's cache contract covers its own version: digests of another one
+    would match none of its blocks.
+    """
     @_builtins.property
     def tokenizers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenizerInfo]: ...
     def __init__(
         self,
         *,
         tokenizers: _abc.Iterable[Global___TokenizerInfo] | None = ...,
+        digest_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokenizers", b"tokenizers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_version", b"digest_version", "tokenizers", b"tokenizers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

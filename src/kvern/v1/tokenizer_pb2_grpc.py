@@ -73,7 +73,7 @@ class TokenizerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizerInfo(self, request, context):
-        """GetTokenizerInfo names the models served and their tokenizers' limits.
+        """GetTokenizerInfo tells which models are served, by which tokenizers, and how digests are made.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,7 @@ class TokenizerServiceStub:
     DecodeTokens: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeTokensRequest, _tokenizer_pb2.DecodeTokensResponse]
     """DecodeTokens returns the text of token ids."""
     GetTokenizerInfo: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerInfoRequest, _tokenizer_pb2.GetTokenizerInfoResponse]
-    """GetTokenizerInfo names the models served and their tokenizers' limits."""
+    """GetTokenizerInfo tells which models are served, by which tokenizers, and how digests are made."""
 
 @_typing.type_check_only
 class TokenizerServiceAsyncStub(TokenizerServiceStub):
@@ -54,7 +54,7 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     DecodeTokens: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeTokensRequest, _tokenizer_pb2.DecodeTokensResponse]  # type: ignore[assignment]
     """DecodeTokens returns the text of token ids."""
     GetTokenizerInfo: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerInfoRequest, _tokenizer_pb2.GetTokenizerInfoResponse]  # type: ignore[assignment]
-    """GetTokenizerInfo names the models served and their tokenizers' limits."""
+    """GetTokenizerInfo tells which models are served, by which tokenizers, and how digests are made."""
 
 class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
     """TokenizerService turns text into token ids and back, and hashes token ids into block digests. The router calls it on
@@ -83,6 +83,6 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.GetTokenizerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.GetTokenizerInfoResponse, _abc.Awaitable[_tokenizer_pb2.GetTokenizerInfoResponse]]:
-        """GetTokenizerInfo names the models served and their tokenizers' limits."""
+        """GetTokenizerInfo tells which models are served, by which tokenizers, and how digests are made."""
 
 def add_TokenizerServiceServicer_to_server(servicer: TokenizerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,9 +13,16 @@ from kvern.v1 import engine_pb2, engine_pb2_grpc, inference_pb2, replica_pb2
 
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = 49152
+EOS = 2
 
 INFO = replica_pb2.EngineInfo(
-    epoch=7, model="tiny", contract="c", block_size=16, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE
+    epoch=7,
+    model="tiny",
+    contract="c",
+    block_size=16,
+    max_model_len=MAX_MODEL_LEN,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=[EOS],
 )
 
 
@@ -25,6 +32,8 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     def __init__(self) -> None:
         self.added: asyncio.Queue[engine_pb2.AddRequest] = asyncio.Queue()
         self.aborted: asyncio.Queue[int] = asyncio.Queue()
+        self.parked: asyncio.Queue[int] = asyncio.Queue()
+        self.unparked: asyncio.Queue[int] = asyncio.Queue()
         self.says_hello = asyncio.Event()
         self.connected = asyncio.Event()
         self._outputs: asyncio.Queue[engine_pb2.StepOutput | None] = asyncio.Queue()
@@ -60,8 +69,12 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         async for command in commands:
             if command.HasField("add"):
                 self.added.put_nowait(command.add)
-            else:
+            elif command.HasField("abort"):
                 self.aborted.put_nowait(command.abort.id)
+            elif command.HasField("park"):
+                self.parked.put_nowait(command.park.id)
+            else:
+                self.unparked.put_nowait(command.unpark.id)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ import pytest
 
 from kvern.services.detokenizer.admission import to_add_request
 from kvern.services.runtime.errors import InvalidArgument
-from kvern.v1.inference_pb2 import GenerateRequest, Sampling, Stopping, TokenIds
+from kvern.v1.inference_pb2 import ChoiceProgress, GenerateRequest, Output, Resume, Sampling, Stopping, TokenIds
 from kvern.v1.replica_pb2 import EngineInfo, ServeRequest
 
 INFO = EngineInfo(vocab_size=100, max_model_len=64)
@@ -15,6 +15,17 @@ INFO = EngineInfo(vocab_size=100, max_model_len=64)
 def serve(bad_words: list[TokenIds] | None = None, **fields: object) -> ServeRequest:
     request = GenerateRequest(token_ids=TokenIds(ids=[5, 6]), **fields)  # type: ignore[arg-type]
     return ServeRequest(request=request, bad_words=bad_words)
+
+
+def resume(*choices: ChoiceProgress) -> Resume:
+    return Resume(seed=7, choices=choices)
+
+
+def test_log_probabilities_reach_the_engine_only_where_asked_for() -> None:
+    add = to_add_request(serve(), INFO)
+    assert (add.HasField("logprobs"), add.HasField("prompt_logprobs")) == (False, False)
+    add = to_add_request(serve(output=Output(logprobs=0, prompt_logprobs=3)), INFO)
+    assert (add.HasField("logprobs"), add.logprobs, add.prompt_logprobs) == (True, 0, 3)
 
 
 def test_sampling_fields_reach_the_engine_and_bad_words_as_token_ids() -> None:
@@ -42,6 +53,8 @@ def test_sampling_fields_reach_the_engine_and_bad_words_as_token_ids() -> None:
         ("sampling.allowed_token_ids[1]", {"sampling": Sampling(allowed_token_ids=[99, 100])}),
         ("stopping.stop_token_ids[0]", {"stopping": Stopping(stop_token_ids=[101], min_tokens=1)}),
         ("stopping.min_tokens", {"stopping": Stopping(min_tokens=63)}),
+        ("resume.choices[1].token_ids[0]", {"resume": resume(ChoiceProgress(), ChoiceProgress(token_ids=[100]))}),
+        ("resume.choices[0].token_ids", {"resume": resume(ChoiceProgress(token_ids=[1] * 63))}),
     ],
 )
 def test_request_beyond_vocabulary_or_context_is_refused_naming_the_field(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from kvern.services.detokenizer.incremental_decode import DecoderFactory, IncrementalDecoder
+from kvern.services.detokenizer.incremental_decode import MAX_RUN, DecoderFactory, IncrementalDecoder
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, TokenizerError, load_tokenizer
 from tests.services import small_tokenizers
@@ -42,7 +42,10 @@ class Streams:
         return self.tokenizer.decode(ids, skip_special_tokens=skip)
 
     def check(self, ids: Sequence[int], *, skip: bool, cut: int) -> None:
-        assert "".join(self.deltas(ids, skip=skip, cut=cut)) == self.whole(ids, skip=skip)
+        deltas = self.deltas(ids, skip=skip, cut=cut)
+        assert "".join(deltas) == self.whole(ids, skip=skip)
+        for delta in deltas:
+            delta.encode()  # raises for half a character
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def smollm2() -> Streams:
     return Streams(load_tokenizer(find_model("smollm2")))
 
 
-@pytest.fixture(scope="module", params=["sentencepiece", "metaspace", "wordpiece"])
+@pytest.fixture(scope="module", params=["byte_level", "sentencepiece", "metaspace", "wordpiece", "many_added_tokens"])
 def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Streams:
     make: Callable[[], Backend] = getattr(small_tokenizers, request.param)
     return Streams(load_tokenizer(small_tokenizers.save(make(), tmp_path_factory.mktemp(request.param))))
@@ -86,6 +89,26 @@ def test_deltas_join_to_one_decode_with_tokenizers_of_other_kinds(
     ids = st.integers(0, small.tokenizer.vocab_size)
     mostly_last = st.one_of(ids, st.integers(max(0, small.tokenizer.vocab_size - 12), small.tokenizer.vocab_size))
     small.check(data.draw(st.lists(mostly_last, max_size=30)), skip=skip, cut=cut)
+
+
+@given(
+    text=st.one_of(st.text(max_size=30), st.text(st.sampled_from("ab .'日é<t>👨\u200d"), max_size=20)), data=st.data()
+)
+def test_deltas_of_any_text_join_to_one_decode_with_tokenizers_of_other_kinds(
+    small: Streams, text: str, data: st.DataObject
+) -> None:
+    """A04."""
+    small.check(small.ids(text), skip=data.draw(st.booleans()), cut=data.draw(st.integers(1, 5)))
+
+
+@given(data=st.data(), cut=st.integers(0, 20))
+def test_copy_goes_on_as_the_original_does(small: Streams, data: st.DataObject, cut: int) -> None:
+    ids = data.draw(st.lists(st.integers(0, small.tokenizer.vocab_size), max_size=20))
+    decoder = small.factory.create(skip_special_tokens=True)
+    decoder.push(ids[:cut])
+    copied = decoder.copy()
+    rest = decoder.push(ids[cut:]) + decoder.finish()
+    assert copied.push(ids[cut:]) + copied.finish() == rest
 
 
 @given(text=st.text(st.sampled_from("ab 日é👨\u200d"), max_size=20), cut=st.integers(1, 3))
@@ -144,7 +167,7 @@ def test_special_tokens_are_shown_only_where_asked_for(smollm2: Streams) -> None
 
 def test_bytes_of_a_run_that_turns_out_invalid_are_replaced_one_by_one(sentencepiece: Streams) -> None:
     ids = [sentencepiece.id(token) for token in ("<0xE6>", "<0x97>", "<0xA5>", "<0xFF>", "a")]
-    assert sentencepiece.deltas(ids) == ["", "", "", "", "\ufffd\ufffd\ufffd\ufffda", ""]
+    assert sentencepiece.deltas(ids) == ["", "", "", "\ufffd\ufffd\ufffd\ufffd", "a", ""]
 
 
 def test_text_before_a_run_of_bytes_is_not_held_back_with_it(sentencepiece: Streams) -> None:
@@ -156,6 +179,34 @@ def test_thousands_of_one_byte_token_keep_the_state_small(smollm2: Streams) -> N
     """A28: each is final as soon as the next one comes."""
     lone = smollm2.ids("日")[-1]
     assert smollm2.deltas([lone] * 4000) == ["\ufffd"] * 4000 + [""]
+
+
+@pytest.mark.parametrize(("byte", "char", "max_held"), [("<0xE6>", "\ufffd", 1), ("<0x0A>", "\n", MAX_RUN)])
+def test_thousands_of_one_byte_token_are_not_held_back(
+    sentencepiece: Streams, byte: str, char: str, max_held: int
+) -> None:
+    """A28: neither the invalid ones, nor those that a later one could make invalid."""
+    decoder = sentencepiece.factory.create(skip_special_tokens=True)
+    shown = ""
+    for count in range(1, 4001):
+        shown += decoder.push([sentencepiece.id(byte)])
+        assert count - len(shown) <= max_held
+    shown += decoder.push([sentencepiece.id("▁a")]) + decoder.finish()
+    assert shown == char * 4000 + " a"
+
+
+def test_copy_within_a_run_of_bytes_goes_on_by_itself(sentencepiece: Streams) -> None:
+    first, second, third = (sentencepiece.id(token) for token in ("<0xE6>", "<0x97>", "<0xA5>"))
+    decoder = sentencepiece.factory.create(skip_special_tokens=True)
+    decoder.push([first])
+    copied = decoder.copy()
+    assert decoder.push([first]) == "\ufffd\ufffd"
+    assert copied.push([second, third, sentencepiece.id("a")]) == "日a"
+
+
+def test_long_run_of_bytes_is_cut_between_characters(sentencepiece: Streams) -> None:
+    ids = [sentencepiece.id(token) for token in ("a", *["<0xE6>", "<0x97>", "<0xA5>"] * 200, "b")]
+    assert "".join(sentencepiece.deltas(ids)) == "a" + "日" * 200 + "b"
 
 
 def test_decoder_of_unknown_kind_is_refused(smollm2: Streams) -> None:

@@ -103,3 +103,38 @@ async def test_schema_that_cannot_be_done_is_refused_by_name(
         [frame async for frame in call]
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (refused.value.details() or "").startswith("constraint.json_schema: cannot be compiled")
+
+
+async def test_answer_with_all_that_can_be_asked_for_is_resumed_where_it_broke(
+    replica: replica_pb2_grpc.ReplicaServiceAsyncStub,
+) -> None:
+    """A19, A22, C14: log-probabilities of prompt and output, and the prompt itself."""
+    output = inference_pb2.Output(logprobs=2, prompt_logprobs=1, echo=True, token_ids=True)
+    serve = request(output=output, stopping=inference_pb2.Stopping(max_tokens=12, ignore_eos=True))
+    serve.request.sampling.seed = 7
+    prompt = serve.request.token_ids.ids
+    frames = [frame async for frame in replica.Serve(serve, timeout=60)]
+    events = [inference_pb2.GenerateResponse.FromString(frame.client_frame) for frame in frames]
+    told = [item for event in events for item in event.prompt_logprobs.items]
+    assert [item.sampled.token_id for item in told] == prompt[1:]
+    items = [item for event in events for item in event.delta.logprobs]
+    assert all(item.sampled == item.top[0] for item in items)
+    text = "".join(event.delta.text for event in events)
+    echoed = text.removesuffix(b"".join(item.sampled.token for item in items).decode())
+    assert echoed == PROMPT.replace("<|im_start|>", "").replace("<|im_end|>", "")
+
+    received = frames[: len(frames) // 2]
+    updates = [update for frame in received for update in frame.updates]
+    had = [token_id for update in updates for token_id in update.new_token_ids]
+    assert 0 < len(had) < 12
+    serve.request.resume.seed = 7
+    serve.request.resume.choices.add(token_ids=had, text_bytes=updates[-1].text_bytes_total)
+    rest = [
+        inference_pb2.GenerateResponse.FromString(frame.client_frame)
+        async for frame in replica.Serve(serve, timeout=60)
+    ]
+    assert not any(event.HasField("prompt_logprobs") for event in rest)
+    assert text.encode()[updates[-1].text_bytes_total :].decode() == "".join(event.delta.text for event in rest)
+    after = [item.sampled.token_id for event in rest for item in event.delta.logprobs]
+    assert had + after == [item.sampled.token_id for item in items]
+    assert rest[-1].finished.usage.completion_tokens == 12

@@ -48,6 +48,18 @@ def test_cut_is_where_a_plain_search_puts_it(stops: list[str], text: str, cuts: 
         assert ("".join(shown), matched) == (text[: end if include_stop else end - len(stop)], stop)
 
 
+@pytest.mark.parametrize("include_stop", [False, True])
+@pytest.mark.parametrize("stops", [["bab"], ["aab", "b"], ["abab", "bab", "ba"], ["abba"]])
+def test_cut_does_not_depend_on_where_the_text_is_cut(stops: list[str], include_stop: bool) -> None:
+    """A08: every text of nine characters that ends with a stop string's beginning, in all 256 ways."""
+    text = "aababbaba"
+    wanted = run(stops, [text], include_stop=include_stop)
+    for places in range(2 ** (len(text) - 1)):
+        edges = [0, *(edge for edge in range(1, len(text)) if places >> (edge - 1) & 1), len(text)]
+        shown, matched = run(stops, [text[start:end] for start, end in pairwise(edges)], include_stop=include_stop)
+        assert ("".join(shown), matched) == ("".join(wanted[0]), wanted[1])
+
+
 @given(stops=stop_lists, text=short_texts)
 def test_held_back_is_only_what_a_stop_string_may_begin_with(stops: list[str], text: str) -> None:
     """A13."""

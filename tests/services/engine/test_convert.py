@@ -8,15 +8,15 @@ from kvern.engine.errors import RequestRefused
 from kvern.engine.plan import PromptLogprobs, TokenLogprobs
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.services.engine import convert
-from kvern.services.engine.convert import choice_seed, to_prompt_logprobs, to_requests
+from kvern.services.engine.convert import choice_seed, choices_of, to_prompt_logprobs, to_requests
 from kvern.services.engine.servicer import Stream
-from kvern.v1.engine_pb2 import AddRequest
+from kvern.v1.engine_pb2 import AddRequest, ResumedChoice
 from kvern.v1.inference_pb2 import Sampling, Stopping, TokenIds
 
 
 def requests_of(**fields: object) -> list[Request]:
     add = AddRequest(**({"prompt_token_ids": [5, 6]} | fields))  # type: ignore[arg-type]
-    count = convert.num_choices(add)
+    count = len(choices_of(add))
     return to_requests(add, request_ids=list(range(count)), default_seed=3, vocab_size=100)
 
 
@@ -68,6 +68,20 @@ def test_choices_have_derived_seeds_and_the_first_tells_of_the_prompt() -> None:
     assert [each.prompt_logprobs for each in choices] == [0, None, None]
 
 
+def test_resumed_choices_alone_go_on_after_their_output() -> None:
+    resumed = [ResumedChoice(index=2, token_ids=[7, 8]), ResumedChoice(index=1)]
+    choices = requests_of(sampling=Sampling(n=3, seed=9), stopping=Stopping(max_tokens=3), resumed=resumed)
+    assert [each.choice for each in choices] == [1, 2]
+    assert [each.token_ids for each in choices] == [[5, 6], [5, 6, 7, 8]]
+    assert [(each.num_prompt_tokens, each.num_output_tokens) for each in choices] == [(2, 0), (2, 2)]
+    assert [each.sampling.seed for each in choices] == [choice_seed(9, 1), choice_seed(9, 2)]
+
+
+def test_resumed_choice_that_has_all_its_tokens_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="choice 0 has 3 tokens, max_tokens is 3"):
+        requests_of(stopping=Stopping(max_tokens=3), resumed=[ResumedChoice(token_ids=[7, 8, 9])])
+
+
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
@@ -76,6 +90,7 @@ def test_choices_have_derived_seeds_and_the_first_tells_of_the_prompt() -> None:
         ("sampling.allowed_token_ids", {"sampling": Sampling(allowed_token_ids=[100])}),
         ("sampling.bad_words", {"bad_words": [TokenIds(ids=[1]), TokenIds(ids=[1, 100])]}),
         ("stopping.stop_token_ids", {"stopping": Stopping(stop_token_ids=[101])}),
+        ("resume", {"stopping": Stopping(max_tokens=3), "resumed": [ResumedChoice(token_ids=[101])]}),
     ],
 )
 def test_token_ids_that_would_break_the_engine_are_refused(field: str, fields: dict[str, object]) -> None:
@@ -98,6 +113,22 @@ def test_prompt_logprobs_are_cut_into_pieces_of_bounded_size() -> None:
     starts = [2**20 + sum(len(piece.items) for piece in pieces[:index]) for index in range(len(pieces))]
     assert [piece.start for piece in pieces] == starts
     assert [item.rank for piece in pieces for item in piece.items] == list(range(1, 20_001))
+
+
+async def test_tokens_with_many_alternatives_merge_up_to_a_bound_and_fill_the_stream() -> None:
+    stream, logprobs, num_tokens = Stream(), TokenLogprobs(-0.5, 1, list(range(10**6, 10**6 + 64)), [-1.5] * 64), 0
+    while not stream.is_full:
+        stream.add_token(1, 0, num_tokens, logprobs)
+        num_tokens += 1
+    told: list[int] = []
+    while len(told) < num_tokens:
+        output = await stream.next_output()
+        assert output is not None
+        assert output.ByteSize() < 1.01 * convert.MAX_PIECE_BYTES
+        assert [each.entry for each in output.logprobs] == list(range(len(output.token_ids)))
+        told += output.token_ids
+    assert told == list(range(num_tokens))
+    assert not stream.is_full
 
 
 async def test_outputs_that_merge_stay_bounded_and_in_order() -> None:

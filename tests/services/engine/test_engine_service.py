@@ -74,6 +74,12 @@ class Connection:
     async def abort(self, number: int) -> None:
         await self.call.write(engine_pb2.ConnectRequest(abort=engine_pb2.AbortRequest(id=number)))
 
+    async def park(self, number: int) -> None:
+        await self.call.write(engine_pb2.ConnectRequest(park=engine_pb2.ParkRequest(id=number)))
+
+    async def unpark(self, number: int) -> None:
+        await self.call.write(engine_pb2.ConnectRequest(unpark=engine_pb2.UnparkRequest(id=number)))
+
     async def read(self) -> engine_pb2.StepOutput:
         message = await self.call.read()
         assert message is not grpc.aio.EOF
@@ -87,6 +93,18 @@ class Connection:
         self.cached.update({scheduled.id: scheduled.cached_tokens for scheduled in step.scheduled})
         self.load = step.load
         return step
+
+    async def read_choices(self, number: int, count: int) -> dict[int, list[int]]:
+        """Read a request's tokens by choice, until that many of its choices have ended."""
+        tokens: dict[int, list[int]] = {}
+        while sum(ended.id == number for ended in self.choices_ended) < count:
+            step = await self.read()
+            for request_id, choice, token_id in zip(
+                step.ids, step.choices or [0] * len(step.ids), step.token_ids, strict=True
+            ):
+                if request_id == number:
+                    tokens.setdefault(choice, []).append(token_id)
+        return tokens
 
     async def read_until_ended(self, *numbers: int) -> None:
         while not self.ended.keys() >= set(numbers):
@@ -135,6 +153,36 @@ async def test_second_request_with_the_same_prompt_reports_cached_tokens_and_the
     assert connection.tokens[1] == connection.tokens[2]
 
 
+async def test_resumed_choices_give_what_the_broken_stream_had_left(address: str) -> None:
+    prompt = list(range(2000, 2040))
+    whole = inference_pb2.Sampling(n=3, seed=11)
+    stopping = inference_pb2.Stopping(max_tokens=12, ignore_eos=True)
+    async with connect(address) as (connection, _):
+        await connection.send(id=1, prompt_token_ids=prompt, sampling=whole, stopping=stopping)
+        tokens = await connection.read_choices(1, 3)
+        resumed = [
+            engine_pb2.ResumedChoice(index=index, token_ids=tokens[index][:had]) for index, had in ((0, 5), (2, 11))
+        ]
+        await connection.send(id=2, prompt_token_ids=prompt, sampling=whole, stopping=stopping, resumed=resumed)
+        rest = await connection.read_choices(2, 2)
+    assert rest == {0: tokens[0][5:], 2: tokens[2][11:]}
+
+
+async def test_parked_request_waits_for_unpark_while_others_run(address: str) -> None:
+    async with connect(address) as (connection, _):
+        await connection.add(1, [5, 6], 200, temperature=0)
+        while 1 not in connection.tokens:
+            await connection.read()
+        await connection.park(1)
+        await connection.add(2, [7, 8], 12, temperature=0)
+        await connection.read_until_ended(2)
+        assert 1 not in connection.ended
+        assert connection.load.num_running == 0
+        await connection.unpark(1)
+        await connection.read_until_ended(1)
+    assert len(connection.tokens[1]) == 200
+
+
 async def test_same_seed_same_tokens_and_another_seed_others(address: str) -> None:
     async with connect(address) as (connection, _):
         for number, seed in enumerate([7, 7, 8]):
@@ -166,9 +214,10 @@ async def test_abort_frees_blocks_and_unknown_ids_are_ignored(address: str) -> N
     async with connect(address) as (connection, _):
         await connection.abort(99)
         await connection.add(1, [5] * 40, 400)
-        await connection.read()
+        while 1 not in connection.tokens:
+            await connection.read()
         await connection.abort(1)
-        while connection.load.num_used_blocks or not connection.tokens:
+        while connection.load.num_used_blocks:
             await connection.read()
     assert 0 < len(connection.tokens[1]) < 400
     assert connection.ended == {}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -16,6 +17,7 @@ from kvern.v1 import inference_pb2, inference_pb2_grpc, replica_pb2
 from tests.services.processes import running
 
 from . import scripted
+from .setup import Call
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -86,6 +88,34 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, address: str) -
         may_finish.set()
         assert (await call.read()).delta.text == "whole"
         assert await process.wait() == 0
+
+
+async def test_client_that_stops_reading_is_cut_off_with_a_reason(tmp_path: Path, address: str) -> None:
+    """E18: its replica is freed at once, though the router is stuck in a write to it."""
+    replica = scripted.ScriptedReplica(f"unix:{tmp_path}/replica.sock", scripted.flood)
+    async with (
+        scripted.serving(scripted.ScriptedTokenizer(f"unix:{tmp_path}/tokenizer.sock"), replica),
+        running("router", *_flags(tmp_path, address), "--max-stalled-s", "0.5", log=tmp_path / "log"),
+        open_channel(address) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True
+        )
+        while (await health.read()).status != SERVING:
+            pass
+        health.cancel()
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(_request(), timeout=20)
+        assert (await call.read()).HasField("started")
+        async with asyncio.timeout(20):
+            await replica.ended.wait()
+        with pytest.raises(grpc.aio.AioRpcError, match=r"the reader has held up its call for 0\.5 s") as ended:
+            await _read_all(call)
+    assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def _read_all(call: Call) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
 
 
 def _request() -> inference_pb2.GenerateRequest:

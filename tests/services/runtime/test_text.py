@@ -8,7 +8,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
@@ -72,11 +72,13 @@ def test_gguf_tokenizer_encodes_and_decodes_as_transformers(smollm2, reference, 
         assert decoded == reference.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60))
 def test_gguf_tokenizer_encodes_any_text_as_transformers(smollm2, reference, text: str) -> None:
     assert smollm2.encode(text, add_special_tokens=True) == reference.encode(text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 49151), max_size=20))
 def test_gguf_tokenizer_decodes_any_ids_as_transformers(smollm2, reference, ids: list[int]) -> None:
     assert smollm2.decode(ids, skip_special_tokens=False) == reference.decode(ids)
@@ -117,6 +119,42 @@ def test_sentencepiece_directory_adds_bos_and_decodes_as_auto_tokenizer(tmp_path
     space, word = (loaded.backend.token_to_id(token) for token in ("▁", "▁a"))
     for ids in ([space], [word], [word, space], [1, word, word, 2]):
         assert loaded.decode(ids, skip_special_tokens=True) == reference.decode(ids, skip_special_tokens=True)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        small_tokenizers.sentencepiece,
+        small_tokenizers.metaspace,
+        small_tokenizers.wordpiece,
+        small_tokenizers.byte_level,
+        small_tokenizers.many_added_tokens,
+    ],
+    ids=lambda make: make.__name__,
+)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A tokenizer of another kind than the small model's, beside what transformers makes of its files."""
+    folder = tmp_path_factory.mktemp("kind")
+    return load_tokenizer(small_tokenizers.save(request.param(), folder)), AutoTokenizer.from_pretrained(folder)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(["ab", " ", "<t>", "</s>", "\n", "日"]), st.text(max_size=5))).map("".join))
+def test_tokenizers_of_all_kinds_encode_any_text_as_transformers(kind, text: str) -> None:
+    loaded, reference = kind
+    for adds_special in (True, False):
+        expected = reference.encode(text, add_special_tokens=adds_special)
+        assert loaded.encode(text, add_special_tokens=adds_special) == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_tokenizers_of_all_kinds_decode_any_ids_as_transformers(kind, data: st.DataObject) -> None:
+    loaded, reference = kind
+    ids = data.draw(st.lists(st.integers(0, loaded.vocab_size - 1), max_size=20))
+    for skips_special in (True, False):
+        expected = reference.decode(ids, skip_special_tokens=skips_special)
+        assert loaded.decode(ids, skip_special_tokens=skips_special) == expected
 
 
 def test_fingerprint_follows_the_files(directory: ModelSource, tmp_path_factory: pytest.TempPathFactory) -> None:

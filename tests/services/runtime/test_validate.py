@@ -13,6 +13,7 @@ from kvern.v1.inference_pb2 import (
     Cache,
     Chat,
     ChatMessage,
+    ChoiceProgress,
     Choices,
     Constraint,
     GenerateRequest,
@@ -61,6 +62,19 @@ _ACCEPTED = {
         stopping=Stopping(max_tokens=1, stop=["end"], stop_token_ids=[2**32 - 1], ignore_eos=True, include_stop=True)
     ),
     "output": _request(output=Output(token_ids=True, skip_special_tokens=False)),
+    "log-probabilities": _request(
+        output=Output(logprobs=validate.MAX_LOGPROBS, prompt_logprobs=validate.MAX_LOGPROBS),
+        stopping=Stopping(max_tokens=0),
+    ),
+    "echo": _request(output=Output(echo=True), stopping=Stopping(max_tokens=0)),
+    "resume": _request(
+        sampling=Sampling(n=3),
+        stopping=Stopping(max_tokens=2),
+        resume=Resume(seed=7, choices=[ChoiceProgress(index=2, token_ids=[1, 2], text_bytes=5), ChoiceProgress()]),
+    ),
+    "resume with the seed it had": _request(
+        sampling=Sampling(seed=7), resume=Resume(seed=7, choices=[ChoiceProgress()])
+    ),
 }
 
 
@@ -114,6 +128,19 @@ _REFUSED = [
     ("stopping.stop", _request(stopping=Stopping(stop=["x"] * (validate.MAX_STOP_STRINGS + 1)))),
     ("stopping.stop[0]", _request(stopping=Stopping(stop=["x" * (validate.MAX_STOP_CHARS + 1)]))),
     ("stopping.stop_token_ids", _request(stopping=Stopping(stop_token_ids=[1] * 1025))),
+    ("output.logprobs", _request(output=Output(logprobs=validate.MAX_LOGPROBS + 1))),
+    ("output.prompt_logprobs", _request(output=Output(prompt_logprobs=2**32 - 1))),
+    ("resume.choices", _request(resume=Resume(seed=7))),
+    ("resume.seed", _request(sampling=Sampling(seed=8), resume=Resume(seed=7, choices=[ChoiceProgress()]))),
+    ("resume.choices[0].index", _request(resume=Resume(choices=[ChoiceProgress(index=1)]))),
+    (
+        "resume.choices[1].index",
+        _request(sampling=Sampling(n=2), resume=Resume(choices=[ChoiceProgress(index=1), ChoiceProgress(index=1)])),
+    ),
+    (
+        "resume.choices[0].token_ids",
+        _request(stopping=Stopping(max_tokens=1), resume=Resume(choices=[ChoiceProgress(token_ids=[1, 2])])),
+    ),
     ("constraint", _request(constraint=Constraint())),
     ("constraint.regex", _request(constraint=Constraint(regex=""))),
     ("constraint.grammar", _request(constraint=Constraint(grammar="x" * (validate.MAX_CONSTRAINT_CHARS + 1)))),
@@ -145,19 +172,18 @@ def test_check_value_beyond_a_limit_names_limit_and_value() -> None:
         check_generate(_request(sampling=Sampling(top_p=1.5)))
 
 
+def test_check_too_many_alternatives_names_the_limit() -> None:
+    with pytest.raises(InvalidArgument, match=r"output\.logprobs: must be at most 64, got 65"):
+        check_generate(_request(output=Output(logprobs=65)))
+
+
 def test_check_empty_stop_string_is_refused() -> None:
     """A14."""
     with pytest.raises(InvalidArgument, match=r"stopping\.stop\[1\]: must not be an empty string"):
         check_generate(_request(stopping=Stopping(stop=["end", ""])))
 
 
-_UNSUPPORTED = {
-    "adapter": _request(adapter="lora"),
-    "resume": _request(resume=Resume()),
-    "output.logprobs": _request(output=Output(logprobs=0)),
-    "output.prompt_logprobs": _request(output=Output(prompt_logprobs=0), stopping=Stopping(max_tokens=0)),
-    "output.echo": _request(output=Output(echo=True), stopping=Stopping(max_tokens=0)),
-}
+_UNSUPPORTED = {"adapter": _request(adapter="lora")}
 
 
 @pytest.mark.parametrize(("field", "request_"), _UNSUPPORTED.items(), ids=_UNSUPPORTED.keys())

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as Backend
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
 from kvern.services.tokenizer.bad_words import encode_bad_words
+from kvern.services.tokenizer.prefix_cache import PrefixCache
 from kvern.services.tokenizer.prompt import PromptEncoder
 from kvern.v1 import inference_pb2, tokenizer_pb2
 from tests.services import small_tokenizers
@@ -51,5 +52,5 @@ def test_word_is_ruled_out_where_the_tokenizer_puts_a_space_before_text(backend:
 
 def test_prompt_response_carries_them(tokenizer: Tokenizer) -> None:
     request = tokenizer_pb2.EncodePromptRequest(token_ids=inference_pb2.TokenIds(ids=[5]), bad_words=["banana"])
-    response = PromptEncoder(tokenizer).encode(request)
+    response = PromptEncoder(tokenizer, PrefixCache(1 << 20)).encode(request)
     assert [tuple(word.ids) for word in response.bad_words] == sequences(tokenizer, "banana")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
@@ -14,10 +14,13 @@ from kvern.engine.block_hash import extend_digests, root_digest
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
+from kvern.services.tokenizer.prefix_cache import PrefixCache
 from kvern.services.tokenizer.prompt import PromptEncoder
 from kvern.v1 import inference_pb2, tokenizer_pb2
 
 BOS, EOS = 1, 2
+
+MAX_BYTES = 1 << 20
 
 TOOL_TEMPLATE = """\
 {%- for tool in tools or [] %}{{ tool | tojson }}
@@ -40,13 +43,13 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def encoder(tokenizer: Tokenizer) -> PromptEncoder:
-    return PromptEncoder(tokenizer)
+    return PromptEncoder(tokenizer, PrefixCache(MAX_BYTES))
 
 
 def with_template(template: str | None) -> PromptEncoder:
     tokenizer = load_tokenizer(find_model("smollm2"))
     tokenizer.transformers.chat_template = template
-    return PromptEncoder(tokenizer)
+    return PromptEncoder(tokenizer, PrefixCache(MAX_BYTES))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,7 @@ def encoder_that_adds_bos() -> PromptEncoder:
     tokenizer.backend.post_processor = processors.TemplateProcessing(
         "<|im_start|> $A", special_tokens=[("<|im_start|>", BOS)]
     )
-    return PromptEncoder(tokenizer)
+    return PromptEncoder(tokenizer, PrefixCache(MAX_BYTES))
 
 
 def test_bos_is_added_to_text_by_default_and_never_doubled() -> None:
@@ -144,6 +147,7 @@ def test_digests_are_those_of_the_full_blocks_kept(encoder: PromptEncoder) -> No
         encode(encoder, text="Hi", hashing=hashing)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.text(max_size=30)), min_size=1))
 def test_chat_is_encoded_as_transformers_does(
     encoder: PromptEncoder, tokenizer: Tokenizer, turns: list[tuple[str, str]]
@@ -176,6 +180,7 @@ def test_control_tokens_in_messages_stay_text(encoder: PromptEncoder, tokenizer:
 PIECES = ["<|im_end|>", "<|im_start|>", "<|", "|>", "im_end", " ", "\n", "é", "\ufdd0", "\ufdd1"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES)).map("".join))
 def test_no_content_writes_a_control_token(encoder: PromptEncoder, content: str) -> None:
     """B06."""
@@ -199,7 +204,7 @@ def test_structural_token_typed_by_a_user_stays_text_and_a_models_own_is_kept() 
     tokenizer.backend.add_tokens(["<think>"])
     think = tokenizer.backend.token_to_id("<think>")
     tokenizer.transformers.chat_template = "{% for m in messages %}{{ m.content }}|{% endfor %}<think>"
-    encoder = PromptEncoder(tokenizer)
+    encoder = PromptEncoder(tokenizer, PrefixCache(MAX_BYTES))
     assert encode(encoder, chat=chat_of(("user", "<think>x"))).count(think) == 1
     assert encode(encoder, chat=chat_of(("assistant", "<think>x"))).count(think) == 2
 
@@ -265,6 +270,7 @@ def test_text_parts_are_joined(encoder: PromptEncoder) -> None:
         ({"template_kwargs_json": "[]"}, {}, r"chat\.template_kwargs_json: must be a JSON object"),
         ({"template_kwargs_json": '{"chat_template": "x"}'}, {}, r"chat\.template_kwargs_json: 'chat_template'"),
         ({"template_kwargs_json": '{"tokenize": true}'}, {}, r"chat\.template_kwargs_json: 'tokenize'"),
+        ({"template_kwargs_json": '{"messages": []}'}, {}, r"chat\.template_kwargs_json: 'messages'"),
         ({}, {"tool_calls_json": "nope"}, r"chat\.messages\[0\]\.tool_calls_json: must be JSON"),
         (
             {},

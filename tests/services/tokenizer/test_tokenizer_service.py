@@ -5,32 +5,41 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import pytest
 import pytest_asyncio
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvern.engine.block_hash import DIGEST_BYTES
+from kvern.engine.block_hash import DIGEST_BYTES, DIGEST_VERSION
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import load_tokenizer
+from kvern.services.tokenizer.workers import MAX_BYTES
 from kvern.v1 import inference_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from tests.services import small_tokenizers
 from tests.services.processes import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TIMEOUT_S = 30.0
 
+_Detail = TypeVar("_Detail", bound=Message)
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def channel(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[grpc.aio.Channel]:
-    folder = tmp_path_factory.mktemp("tokenizer")
+
+@asynccontextmanager
+async def serving(folder: Path, *flags: str) -> AsyncIterator[grpc.aio.Channel]:
+    """Run a tokenizer, and yield a channel to it once it serves."""
     address = f"unix:{folder}/tokenizer.sock"
-    flags = ["--listen", address, "--served-model-name", "tiny"]
-    async with running("tokenizer", *flags, log=folder / "log"), open_channel(address) as channel:
+    async with (
+        running("tokenizer", "--listen", address, *flags, log=folder / "log"),
+        open_channel(address) as channel,
+    ):
         call = health_pb2_grpc.HealthStub(channel).Watch(
             health_pb2.HealthCheckRequest(service="kvern.v1.TokenizerService"), timeout=TIMEOUT_S, wait_for_ready=True
         )
@@ -41,28 +50,40 @@ async def channel(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[grp
         yield channel
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def channel(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[grpc.aio.Channel]:
+    async with serving(tmp_path_factory.mktemp("tokenizer"), "--served-model-name", "tiny") as channel:
+        yield channel
+
+
 @pytest.fixture(scope="module")
 def stub(channel: grpc.aio.Channel) -> tokenizer_pb2_grpc.TokenizerServiceAsyncStub:
     return tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+
+
+def unpack(error: grpc.aio.AioRpcError, detail: _Detail) -> _Detail:
+    """Return what an error's details hold of a kind."""
+    details = dict(error.trailing_metadata() or ())["grpc-status-details-bin"]
+    for item in status_pb2.Status.FromString(details).details:
+        item.Unpack(detail)
+    return detail
 
 
 async def refused(call: grpc.aio.UnaryUnaryCall[object, object]) -> tuple[grpc.StatusCode, str, str]:
     """Return a failing call's status, its message, and the field at fault."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
-    details = dict(raised.value.trailing_metadata() or ())["grpc-status-details-bin"]
-    request = error_details_pb2.BadRequest()
-    for detail in status_pb2.Status.FromString(details).details:
-        detail.Unpack(request)
-    fields = [violation.field for violation in request.field_violations]
-    return raised.value.code(), raised.value.details() or "", ",".join(fields)
+    violations = unpack(raised.value, error_details_pb2.BadRequest()).field_violations
+    return raised.value.code(), raised.value.details() or "", ",".join(violation.field for violation in violations)
 
 
 async def test_info_names_the_model_and_its_limits(stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
-    [info] = (await stub.GetTokenizerInfo(tokenizer_pb2.GetTokenizerInfoRequest())).tokenizers
+    response = await stub.GetTokenizerInfo(tokenizer_pb2.GetTokenizerInfoRequest())
+    [info] = response.tokenizers
     fingerprint = load_tokenizer(find_model("smollm2")).fingerprint
     assert (info.model, info.vocab_size, info.fingerprint) == ("tiny", 49152, fingerprint)
     assert info.has_chat_template
+    assert response.digest_version == DIGEST_VERSION
 
 
 async def test_prompt_encoded_decodes_to_what_it_was(stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
@@ -121,6 +142,44 @@ async def test_health_answers_while_large_texts_are_encoded(
         num_answers += 1
     await asyncio.gather(*encoding)
     assert num_answers > 5
+
+
+async def test_what_is_too_much_is_refused_while_health_and_small_texts_are_answered(
+    channel: grpc.aio.Channel, stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub
+) -> None:
+    """B15."""
+    large = tokenizer_pb2.EncodePromptRequest(text="Some words, again and again. " * 40_000)
+    num_calls = MAX_BYTES // large.ByteSize() + 20
+    calls = [asyncio.ensure_future(stub.EncodePrompt(large)) for _ in range(num_calls)]
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        refusal = next(error for error in (call.exception() for call in done) if error)
+        assert isinstance(refusal, grpc.aio.AioRpcError)
+        assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert unpack(refusal, error_details_pb2.RetryInfo()).retry_delay.ToMilliseconds() > 0
+        assert (await stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(text="Hi"), timeout=TIMEOUT_S)).token_ids
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+        assert any(not call.done() for call in waiting)
+    finally:
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_several_models_are_served_by_name(tmp_path: Path) -> None:
+    letters = small_tokenizers.save(small_tokenizers.sentencepiece(), tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    async with serving(tmp_path, "--more-models", f"org/letters={tmp_path}") as channel:
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        infos = (await stub.GetTokenizerInfo(tokenizer_pb2.GetTokenizerInfoRequest())).tokenizers
+        assert [info.model for info in infos] == ["smollm2", "org/letters"]
+        for model, source in (("smollm2", find_model("smollm2")), ("org/letters", letters)):
+            encoded = await stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(model=model, text="ab"))
+            assert encoded.token_ids == load_tokenizer(source).encode("ab", add_special_tokens=True)
+        code, message, field = await refused(stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(text="ab")))
+        assert (code, field) == (grpc.StatusCode.INVALID_ARGUMENT, "model")
+        assert "org/letters, smollm2" in message
 
 
 async def test_model_that_cannot_be_loaded_ends_the_process_with_one_line(tmp_path: Path) -> None:

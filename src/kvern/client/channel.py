@@ -1,0 +1,48 @@
+"""How the client connects."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+import grpc.aio
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+KEEPALIVE_S = 30
+"""How often a connection with calls in flight is tried, in seconds. Servers allow it every 10 s."""
+
+MAX_RECEIVE_BYTES = 32 * 1024 * 1024
+
+_ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+
+
+def channel_options() -> list[tuple[str, int | str]]:
+    return [
+        # Without these two, a reader that stops still swallows megabytes, and the server cannot know that it stopped.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 16384),
+        # A server that vanished without a word is noticed while a call waits for it, however long it waits.
+        ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+        # Calls are repeated here, where it is known what their caller has received.
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # All addresses of a name are used, and new ones soon after a connection ends.
+        ("grpc.service_config", _ROUND_ROBIN),
+        ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    ]
+
+
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    if credentials is None:
+        return grpc.insecure_channel(address, channel_options())
+    return grpc.secure_channel(address, credentials, channel_options())
+
+
+def open_aio_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, channel_options())
+    return grpc.aio.secure_channel(address, credentials, channel_options())

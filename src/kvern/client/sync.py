@@ -1,0 +1,177 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+from google.protobuf.message import Message
+
+from kvern.client.channel import DEFAULT_ADDRESS, open_channel
+from kvern.client.errors import KvernError, from_rpc
+from kvern.client.generation import Generation
+from kvern.client.options import ChatOptions, GenerateOptions, Timeouts
+from kvern.client.progress import Event
+from kvern.client.request import chat_request, check_size, generate_request, timeouts_of, tokenize_request
+from kvern.client.retry import DEFAULT_RETRY_POLICY, Retries, RetryPolicy, TimeLimit, may_pass
+from kvern.v1 import inference_pb2 as pb
+from kvern.v1 import router_pb2
+from kvern.v1.inference_pb2_grpc import InferenceServiceStub
+from kvern.v1.router_pb2_grpc import RouterServiceStub
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
+
+
+class Events(Iterator[Event]):
+    """The events of one generation. The request is sent when the first is asked for.
+
+    Leaving early cancels it: `close` does, and the end of a `with` block. To leave the `for` loop is enough where only
+    the loop holds this object. Iteration raises KvernError.
+    """
+
+    def __init__(self, generator: Generator[Event]) -> None:
+        self._generator = generator
+
+    def __next__(self) -> Event:
+        return next(self._generator)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        self._generator.close()
+
+
+class Client:
+    """A connection to a Kvern. It connects when first used; close it, or use it as a context manager.
+
+    `address` is what gRPC takes: "host:port", "dns:///name:port", "ipv4:10.0.0.1:50051,10.0.0.2:50051", "unix:/path".
+    Calls go in turn to all addresses that a name has. `credentials` switch TLS on:
+    `grpc.ssl_channel_credentials(root_certificates)`. `metadata` goes with every call, such as
+    ("authorization", "Bearer ...").
+
+    Every method raises KvernError.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Sequence[tuple[str, str | bytes]] = (),
+        retry: RetryPolicy = DEFAULT_RETRY_POLICY,
+    ) -> None:
+        self.address = address
+        self._metadata = tuple(metadata)
+        self._policy = retry
+        self._channel = open_channel(address, credentials)
+        self._inference = InferenceServiceStub(self._channel)
+        self._router = RouterServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; calls in flight are cancelled."""
+        self._channel.close()
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Events:
+        """Continue a text, or token ids."""
+        return self.stream(generate_request(prompt, options), **timeouts_of(options))
+
+    def chat(self, messages: Iterable[Mapping[str, object]], **options: Unpack[ChatOptions]) -> Events:
+        """Answer a conversation: mappings of the fields of ChatMessage, `role` and `content` above all.
+
+        `content` may be a list of typed parts; `tool_calls` is a list.
+        """
+        return self.stream(chat_request(messages, options), **timeouts_of(options))
+
+    def stream(self, request: pb.GenerateRequest, **timeouts: Unpack[Timeouts]) -> Events:
+        """Run a request as it is."""
+        check_size(request)
+        return Events(self._run(request, timeouts))
+
+    def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = None) -> pb.TokenizeResponse:
+        """Return the token ids that a text prompt stands for."""
+        request = tokenize_request(text, model)
+        return self._unary(self._inference.Tokenize, request, timeout_s)
+
+    def list_models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
+        """Return the models that can be asked for now."""
+        return self._unary(self._inference.ListModels, pb.ListModelsRequest(), timeout_s)
+
+    def list_replicas(self, *, timeout_s: float | None = None) -> router_pb2.ListReplicasResponse:
+        """Return what the router knows of its replicas: state, limits, load."""
+        return self._unary(self._router.ListReplicas, router_pb2.ListReplicasRequest(), timeout_s)
+
+    def _run(self, request: pb.GenerateRequest, timeouts: Timeouts) -> Generator[Event]:
+        generation = Generation(request, self._policy, **timeouts)
+        while not generation.is_finished:
+            call = self._inference.Generate(generation.begin_call(), timeout=generation.left_s, metadata=self._metadata)
+            alarm = _Alarm(call.cancel, generation.first_token_left_s)
+            try:
+                for response in call:
+                    event = generation.take(response)
+                    if generation.first_token_left_s is None:
+                        alarm.stop()
+                    if event is not None:
+                        yield event
+                generation.end_call()
+            except grpc.RpcError as error:
+                failure = generation.first_token_timed_out() if alarm.has_rung else self._typed(error, generation)
+                time.sleep(generation.delay_after(failure))
+            finally:
+                alarm.stop()
+                call.cancel()
+
+    def _typed(self, error: grpc.RpcError, generation: Generation) -> KvernError:
+        return from_rpc(error, self.address, answered=generation.has_answer, timeout_s=generation.timeout_s)
+
+    def _unary(
+        self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout_s: float | None
+    ) -> _Response:
+        retries, limit = Retries(self._policy), TimeLimit(timeout_s)
+        while True:
+            try:
+                return method(request, timeout=limit.left_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                failure = from_rpc(error, self.address, timeout_s=timeout_s)
+                if not may_pass(failure):
+                    raise failure from error
+                time.sleep(retries.delay_after(failure, self._policy.max_retries, limit))
+
+
+class _Alarm:
+    """Cancels a call after some seconds, unless it is stopped before; with None, never."""
+
+    def __init__(self, cancel: Callable[[], object], after_s: float | None) -> None:
+        self.has_rung = False
+        self._cancel = cancel
+        self._timer = None if after_s is None else threading.Timer(after_s, self._ring)
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        self.has_rung = True
+        self._cancel()

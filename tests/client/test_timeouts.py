@@ -1,0 +1,70 @@
+"""Time limits, of the whole and of the first token."""
+
+from __future__ import annotations
+
+import threading
+
+import grpc
+import pytest
+
+from kvern.client import Delta, TimedOut
+from kvern.services.runtime.errors import Unavailable
+
+from .conftest import Run, Serve
+from .scripted_server import delta, finished, responds, scheduled, stalls_after, started
+
+SHORT_S = 0.2
+
+
+def test_generation_that_takes_longer_than_its_time_ends(run: Run, serve: Serve) -> None:
+    server = serve(stalls_after(started(), delta("a", 1)))
+    with pytest.raises(TimedOut, match="not done within timeout_s") as late:
+        run(server, timeout_s=SHORT_S)
+    assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert server.ended.wait(10)
+
+
+def test_server_knows_the_time_limit(run: Run, serve: Serve) -> None:
+    server = serve(responds(started(), finished()))
+    run(server, timeout_s=60.0)
+    assert server.time_remaining_s is not None
+    assert 50 < server.time_remaining_s <= 60
+
+
+def test_time_runs_over_all_calls_of_a_generation(run: Run, serve: Serve) -> None:
+    """A second call does not begin it anew."""
+
+    def break_late(ended: threading.Event):
+        yield started()
+        yield delta("a", 1)
+        ended.wait(SHORT_S)
+        raise Unavailable("away")
+
+    server = serve(break_late, stalls_after(started()))
+    with pytest.raises(TimedOut):
+        run(server, timeout_s=5 * SHORT_S)
+    assert server.time_remaining_s is not None
+    assert server.time_remaining_s < 4.5 * SHORT_S
+
+
+def test_first_token_that_takes_longer_than_its_time_ends_the_call(run: Run, serve: Serve) -> None:
+    server = serve(stalls_after(started(), scheduled()))
+    with pytest.raises(TimedOut, match="no token within first_token_timeout_s") as late:
+        run(server, first_token_timeout_s=SHORT_S)
+    assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert server.ended.wait(10)
+    assert len(server.received) == 1
+
+
+def test_first_token_limit_ends_with_the_first_token(run: Run, serve: Serve) -> None:
+    """Even of one whose text is not complete, which the caller does not see."""
+
+    def go_on_late(ended: threading.Event):
+        yield started()
+        yield delta("", 1)
+        ended.wait(6 * SHORT_S)
+        yield delta("ď", 2)
+        yield finished()
+
+    events = run(serve(go_on_late), first_token_timeout_s=5 * SHORT_S)
+    assert [event.text for event in events if isinstance(event, Delta)] == ["ď"]
