@@ -53,5 +53,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests for later ones that begin the same."""
 
+    record_cache_events: bool = False
+    """Tell what becomes cached and what stops to be, for the index of all replicas. Somebody must take it in."""
+
     num_threads: int | None = None
     """Threads for CPU kernels. None: torch decides."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from kvern.engine.errors import RequestRefused
-from kvern.engine.plan import Plan, Runner, StepResult, Submission
+from kvern.engine.plan import FirstScheduled, Plan, Runner, StepResult, Submission
 from kvern.engine.request import Request
 from kvern.engine.scheduler import Scheduler
 
@@ -48,11 +48,20 @@ class ResetCache:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """List all cached blocks."""
+
+    reply: Callable[[list[bytes]], object]
+    """Given all resident digests, parents before children, once the events that led there have been emitted. Called on
+    the loop's thread, and must not block."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End the loop after the step under way."""
 
 
-Command = Add | Abort | Park | Unpark | ResetCache | Stop
+Command = Add | Abort | Park | Unpark | ResetCache | TakeSnapshot | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,8 @@ class EngineCore:
         self._stopping = False
         self.last_step_at = time.monotonic()
         """When the last step ended, or the engine last had nothing to do, by time.monotonic(). Read by any thread."""
+        self.expected_step_s: float | None = None
+        """How long the step under way should take, in seconds. None: none was like it. Read by any thread."""
 
     def send(self, command: Command) -> None:
         """Hand a command to the loop. Any thread may call this."""
@@ -95,8 +106,9 @@ class EngineCore:
                 return
             plan = self._scheduler.schedule()
             if plan.first_scheduled:
-                emit(StepResult(scheduled=plan.first_scheduled, load=self._scheduler.load()))
+                emit(self._result(scheduled=plan.first_scheduled))
             if plan:
+                self.expected_step_s = self._scheduler.expected_step_s(plan)
                 self._in_flight.append((plan, self._runner.submit(plan)))
             elif not self._in_flight and self._scheduler.has_work:
                 raise RuntimeError("there are requests, and the scheduler runs none of them")
@@ -109,7 +121,14 @@ class EngineCore:
         # With steps in flight, what counts is how far apart they end.
         self._scheduler.observe(plan, now - self.last_step_at)
         self.last_step_at = now
-        emit(self._scheduler.commit(plan, sampled))
+        result = self._scheduler.commit(plan, sampled)
+        result.cache_events = self._scheduler.pool.take_events()
+        emit(result)
+
+    def _result(self, scheduled: Sequence[FirstScheduled] = ()) -> StepResult:
+        """Return what there is to tell beside what steps bring."""
+        events = self._scheduler.pool.take_events()
+        return StepResult(scheduled=list(scheduled), cache_events=events, load=self._scheduler.load())
 
     def _apply_commands(self, emit: Callable[[Output], None]) -> None:
         """Apply what has arrived; with nothing to run and nothing in flight, wait for something to do."""
@@ -132,12 +151,16 @@ class EngineCore:
                     emit(Refused(request.request_id, error.field, str(error)))
             case Abort(request_id):
                 self._scheduler.abort(request_id)
-                emit(StepResult(load=self._scheduler.load()))
+                emit(self._result())
             case Park(request_id):
                 self._scheduler.park(request_id)
             case Unpark(request_id):
                 self._scheduler.unpark(request_id)
             case ResetCache():
                 self._scheduler.reset_cache()
+                emit(self._result())
+            case TakeSnapshot(reply):
+                # Between steps no event is pending: each result has taken those before it.
+                reply(self._scheduler.pool.resident_digests)
             case Stop():
                 self._stopping = True

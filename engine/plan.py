@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvern.engine.block_pool import CacheEvent
 from kvern.engine.request import FinishReason, Request
 
 
@@ -52,6 +53,11 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return sum(entry.num_tokens for entry in self.entries)
+
+    @property
+    def num_decodes(self) -> int:
+        """Entries of one token."""
+        return sum(entry.num_tokens == 1 for entry in self.entries)
 
     def __bool__(self) -> bool:
         return bool(self.entries)
@@ -153,4 +159,6 @@ class StepResult:
     scheduled: list[FirstScheduled] = field(default_factory=list)
     """Told before the step that computes them first is launched."""
     ended: list[ChoiceEnded] = field(default_factory=list)
+    cache_events: list[CacheEvent] = field(default_factory=list)
+    """What became cached and what stopped to be since the result before, in order, where the pool records it."""
     load: Load = field(default_factory=Load)

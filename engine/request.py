@@ -140,7 +140,7 @@ class Request:
     priority: int = 0
     """Lower runs earlier."""
     arrival: int = 0
-    """Position in the order of arrival."""
+    """Place in the order of arrival. Requests of one arrival differ in their choice."""
     choice: int = 0
     grammar: GrammarState | None = None
     """What the output must match, as far as its known tokens lead. It goes where token_ids go: preemption leaves it."""

@@ -133,10 +133,14 @@ class Scheduler:
         return plan
 
     def observe(self, plan: Plan, seconds: float) -> None:
-        """Learn how long a step took, for the step-time target."""
-        if self._config.target_step_s is not None:
-            num_decodes = sum(entry.num_tokens == 1 for entry in plan.entries)
-            self._step_cost.observe(num_decodes, plan.num_tokens - num_decodes, seconds)
+        """Learn how long a step took."""
+        num_decodes = plan.num_decodes
+        self._step_cost.observe(num_decodes, plan.num_tokens - num_decodes, seconds)
+
+    def expected_step_s(self, plan: Plan) -> float | None:
+        """Return how long a step should take, in seconds, by those before it. None: none was like it."""
+        num_decodes = plan.num_decodes
+        return self._step_cost.expected_s(num_decodes, plan.num_tokens - num_decodes)
 
     def commit(self, plan: Plan, sampled: Sequence[SampledToken]) -> StepResult:
         """Take in what a step computed: advance requests, register blocks, append tokens, end what is done."""

@@ -55,7 +55,8 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         policy=Policy(config.scheduling_policy),
         target_step_s=None if config.target_step_ms is None else config.target_step_ms / 1000,
     )
-    scheduler = Scheduler(BlockPool(pool_size.num_blocks), scheduler_config)
+    pool = BlockPool(pool_size.num_blocks, record_events=config.record_cache_events)
+    scheduler = Scheduler(pool, scheduler_config)
     runner = ModelRunner(model, config, pool_size.num_blocks, pool_size.max_model_len)
     return Engine(
         core=EngineCore(scheduler, runner),

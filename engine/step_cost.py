@@ -18,6 +18,7 @@ class StepCost:
     def __init__(self) -> None:
         self._weights = [0.0, 0.0, 0.0]
         self._covariance = [[_PRIOR_VARIANCE * (i == j) for j in range(3)] for i in range(3)]
+        self._has_steps = False
         self._has_prefill = False
 
     def observe(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
@@ -32,7 +33,15 @@ class StepCost:
                 # Bounded: with one kind of step for long, the unseen directions would grow without end.
                 value = (self._covariance[i][j] - gain_scale * px[i] * px[j]) / _FORGET
                 self._covariance[i][j] = max(-_PRIOR_VARIANCE, min(_PRIOR_VARIANCE, value))
+        self._has_steps = True
         self._has_prefill = self._has_prefill or num_prefill_tokens > 0
+
+    def expected_s(self, num_decodes: int, num_prefill_tokens: int) -> float | None:
+        """Return how long a step should take. None: no step of its kind has been seen."""
+        if not self._has_steps or (num_prefill_tokens and not self._has_prefill):
+            return None
+        x = (1.0, num_decodes / 10, num_prefill_tokens / 100)
+        return sum(max(0.0, self._weights[i]) * x[i] for i in range(3)) / 1000
 
     def max_prefill_tokens(self, num_decodes: int, target_s: float) -> int | None:
         """Return how many prefill tokens fit a step of `target_s` seconds. None: nothing is known yet.

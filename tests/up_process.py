@@ -127,7 +127,7 @@ def _service_name(cmdline: str) -> str:
     module = re.search(r"kvern\.services\.(\w+)", cmdline)
     socket_name = re.search(r"--listen=unix:[^\0,]*/([\w-]+)\.sock", cmdline)
     if module is None:
-        return ""
+        return "redis" if "redis-server" in cmdline or "private_redis" in cmdline else ""
     return socket_name[1] if socket_name else module[1]
 
 

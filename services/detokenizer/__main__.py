@@ -32,7 +32,7 @@ async def main(settings: DetokenizerSettings) -> None:
             # The server drains before the stream to the engine ends: it carries the calls in flight.
             async with stack.pop_all():
                 await server.wait_for_stop()
-                servicer.drain()
+                servicer.drain(settings.drain_delay_s + settings.drain_timeout_s)
             connection.cancel()
 
 

@@ -21,6 +21,7 @@ def to_add_request(serve: replica_pb2.ServeRequest, info: replica_pb2.EngineInfo
         adapter=request.adapter,
         constraint=request.constraint if request.HasField("constraint") else None,
         bad_words=serve.bad_words,
+        age_s=serve.age_s,
     )
     add.sampling.ClearField("bad_words")
     add.stopping.ClearField("stop")

@@ -55,6 +55,11 @@ class EngineClient:
     def num_parked(self) -> int:
         return sum(request.is_parked for request in self._requests.values())
 
+    @property
+    def predicted_wait_s(self) -> float:
+        """How long a request that comes now will wait for its turn, in seconds; 0 if too little is known."""
+        return self.prefill_speed.wait_s(self.load.queued_prefill_tokens, time.monotonic())
+
     async def run(self) -> None:
         """Connect, and again whenever the stream breaks. Calls `on_change` with whether there is an engine."""
         delay_s = MIN_RECONNECT_DELAY_S

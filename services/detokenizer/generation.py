@@ -166,7 +166,9 @@ class Generation:
         self._cached_tokens = cached_tokens
         self._scheduled_at = scheduled_at
         scheduled = inference_pb2.Scheduled(cached_tokens=cached_tokens, queue_s=scheduled_at - self._arrived_at)
-        return event_frame(inference_pb2.GenerateResponse(scheduled=scheduled))
+        frame = event_frame(inference_pb2.GenerateResponse(scheduled=scheduled))
+        frame.cached_tokens = cached_tokens
+        return frame
 
     def _deltas(
         self, choice: Choice, text: str, told: list[inference_pb2.TokenLogprobs]

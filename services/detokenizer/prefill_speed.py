@@ -1,10 +1,6 @@
-"""How long a request will wait for its turn, and whether its deadline lets it."""
+"""How long a request will wait for its turn."""
 
 from __future__ import annotations
-
-from kvern.services.runtime.errors import ResourceExhausted
-
-DEADLINE_UNREACHABLE = "DEADLINE_UNREACHABLE"
 
 MIN_TOKENS = 1024
 """Waits behind fewer tokens in all say more of a step's length than of a prompt token's."""
@@ -14,9 +10,6 @@ MAX_AGE_S = 30.0
 
 _DECAY = 0.8
 """Weight of what was seen before, with each further request."""
-
-_MARGIN = 2.0
-"""How many times longer than what is left of a deadline the wait must be before a request is refused."""
 
 
 class PrefillSpeed:
@@ -40,10 +33,3 @@ class PrefillSpeed:
         if self._num_tokens < MIN_TOKENS or now - self._seen_at > MAX_AGE_S:
             return 0.0
         return num_tokens * self._duration_s / self._num_tokens
-
-    def check_deadline(self, remaining_s: float | None, num_tokens: int, now: float) -> None:
-        """Raise ResourceExhausted if a request with so much time left could not even begin."""
-        wait_s = self.wait_s(num_tokens, now)
-        if remaining_s is not None and wait_s > _MARGIN * remaining_s:
-            message = f"the deadline is in {remaining_s:.2g} s, the wait is about {wait_s:.2g} s"
-            raise ResourceExhausted(message, retry_after_s=wait_s, reason=DEADLINE_UNREACHABLE)

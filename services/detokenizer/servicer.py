@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -11,15 +12,24 @@ import grpc
 
 from kvern.services.detokenizer.admission import to_add_request
 from kvern.services.detokenizer.engine_client import EngineClient
+from kvern.services.detokenizer.engine_request import EngineRequest
 from kvern.services.detokenizer.generation import Generation
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
 from kvern.services.detokenizer.settings import DetokenizerSettings
+from kvern.services.runtime.deadline import check_reachable
 from kvern.services.runtime.errors import ResourceExhausted, Unavailable
+from kvern.services.runtime.interceptors import end_call
 from kvern.services.runtime.slow_reader import ReaderWatch
 from kvern.v1 import replica_pb2, replica_pb2_grpc
 
 RETRY_AFTER_S = 1.0
 """What a client is told to wait when all streams are taken."""
+
+DRAINING = "DRAINING"
+
+MOVE_S = 1.0
+"""How long before the end of a drain the streams that still run are sent elsewhere, in seconds: their readers need it
+to take what was written to them."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -32,27 +42,38 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServiceServicer):
         self._decoders = decoders
         self._max_streams = settings.max_streams
         self._max_parked_s = settings.max_parked_s
-        self._num_streams = 0
+        self._calls: dict[asyncio.Task[Any], EngineRequest | None] = {}
+        """Those that run, with what the engine has of them."""
         self._is_draining = False
 
-    def drain(self) -> None:
-        """Tell routers to send nothing more. What comes all the same is served as long as the server takes it."""
+    def drain(self, grace_s: float) -> None:
+        """Tell routers to send nothing more. What comes all the same is served as long as the server takes it.
+
+        Requests that stand still go on elsewhere at once, what still runs does so shortly before `grace_s` seconds have
+        passed.
+        """
         self._is_draining = True
+        for call, request in self._calls.items():
+            if request is not None and request.is_parked:
+                _send_elsewhere(call)
+        asyncio.get_running_loop().call_later(grace_s - min(MOVE_S, grace_s / 2), self._send_all_elsewhere)
 
     async def Serve(
         self, request: replica_pb2.ServeRequest, context: _Context
     ) -> AsyncIterator[replica_pb2.ServeResponse]:
         arrived_at = time.monotonic()
-        if self._num_streams >= self._max_streams:
+        if len(self._calls) >= self._max_streams and not request.moved:
             raise ResourceExhausted(f"all {self._max_streams} streams are taken", retry_after_s=RETRY_AFTER_S)
-        self._num_streams += 1
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls[call] = None
         try:
             with ReaderWatch(self._max_parked_s) as reader:
-                async with aclosing(self._generate(request, arrived_at, context.time_remaining(), reader)) as frames:
+                async with aclosing(self._generate(call, request, arrived_at, context, reader)) as frames:
                     async for frame in frames:
                         yield frame
         finally:
-            self._num_streams -= 1
+            del self._calls[call]
 
     async def GetReplicaInfo(
         self, request: replica_pb2.GetReplicaInfoRequest, context: _Context
@@ -60,8 +81,9 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServiceServicer):
         response = replica_pb2.GetReplicaInfoResponse(
             state=self._state, engine=self._engine.info, load=self._engine.load
         )
-        response.load.num_streams = self._num_streams
+        response.load.num_streams = len(self._calls)
         response.load.num_parked = self._engine.num_parked
+        response.load.predicted_wait_s = self._engine.predicted_wait_s
         return response
 
     @property
@@ -72,18 +94,29 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServiceServicer):
             return replica_pb2.REPLICA_STATE_STARTING
         return replica_pb2.REPLICA_STATE_READY
 
+    def _send_all_elsewhere(self) -> None:
+        for call in self._calls:
+            _send_elsewhere(call)
+
     async def _generate(
-        self, serve: replica_pb2.ServeRequest, arrived_at: float, time_remaining_s: float | None, reader: ReaderWatch
+        self,
+        call: asyncio.Task[Any],
+        serve: replica_pb2.ServeRequest,
+        arrived_at: float,
+        context: _Context,
+        reader: ReaderWatch,
     ) -> AsyncGenerator[replica_pb2.ServeResponse, None]:
         engine, info = self._engine, self._engine.info
         if info is None:
             raise Unavailable("the engine is away")
-        engine.prefill_speed.check_deadline(time_remaining_s, engine.load.queued_prefill_tokens, arrived_at)
+        if not serve.moved:
+            check_reachable(engine.predicted_wait_s, context.time_remaining())
         add = to_add_request(serve, info)
         generation = Generation(serve.request, info, self._decoders, arrived_at)
         add.resumed.extend(await generation.replay(add.stopping.max_tokens))
         unfinished = generation.unfinished
         engine_request = engine.submit(add, unfinished, reader) if unfinished else None
+        self._calls[call] = engine_request
         if engine_request is None:
             reader.hold()  # all that is missing is that it reads
         try:
@@ -92,3 +125,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServiceServicer):
         finally:
             if engine_request is not None:
                 engine.release(engine_request)
+
+
+def _send_elsewhere(call: asyncio.Task[Any]) -> None:
+    end_call(call, Unavailable("this replica drains", reason=DRAINING))

@@ -9,10 +9,13 @@ from typing import Any
 
 import structlog
 
+from kvern.engine.core import Output
 from kvern.engine.errors import EngineError
 from kvern.engine.startup import Engine
+from kvern.services.engine.announcer import Announcer, announcing
 from kvern.services.engine.engine_thread import EngineThread
 from kvern.services.engine.grammars import Grammars
+from kvern.services.engine.index_writer import StaleEpoch
 from kvern.services.engine.servicer import EngineServicer, ServedEngine
 from kvern.services.engine.settings import EngineSettings
 from kvern.services.runtime.model_source import find_model
@@ -28,11 +31,16 @@ def new_epoch() -> int:
     return (time.time_ns() // 1_000_000) << 16 | random.getrandbits(16)
 
 
-def engine_info(engine: Engine, model: str) -> replica_pb2.EngineInfo:
+def starting_info(settings: EngineSettings, model: str) -> replica_pb2.EngineInfo:
+    """Return what is known of the engine before it is loaded."""
+    return replica_pb2.EngineInfo(epoch=new_epoch(), model=model, block_size=settings.block_size)
+
+
+def engine_info(engine: Engine, starting: replica_pb2.EngineInfo) -> replica_pb2.EngineInfo:
     capacity = engine.capacity
     return replica_pb2.EngineInfo(
-        epoch=new_epoch(),
-        model=model,
+        epoch=starting.epoch,
+        model=starting.model,
         contract=engine.contract,
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
@@ -53,29 +61,44 @@ async def _first_of(*futures: asyncio.Future[Any]) -> None:
 
 async def main(settings: EngineSettings) -> None:
     source = find_model(settings.model)
-    async with GrpcServer(settings, ["kvern.v1.EngineService"]) as server:
+    starting = starting_info(settings, settings.served_model_name or source.name)
+    announcer = Announcer(settings, starting)
+    async with (
+        announcing(announcer) as announcement,
+        GrpcServer(settings, ["kvern.v1.EngineService"]) as server,
+    ):
         servicer = EngineServicer(settings.seed)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server.grpc)
         await server.start()
-        thread = EngineThread(settings.engine_config(source.path), servicer.on_output)
+
+        def on_output(output: Output) -> None:
+            announcer.on_output(output)
+            servicer.on_output(output)
+
+        thread = EngineThread(settings.engine_config(source.path), on_output)
         thread.start()
         stop = asyncio.create_task(server.wait_for_stop())
-        await _first_of(thread.loaded, stop)
+        await _first_of(thread.loaded, announcement, stop)
+        if announcement.done():
+            announcement.result()  # raises why nothing more may be announced
         if not thread.loaded.done():
             return
         engine = thread.loaded.result()
         for line in engine.capacity.lines():
             _log.info(line)
-        info = engine_info(engine, settings.served_model_name or source.name)
+        info = engine_info(engine, starting)
         grammars = Grammars(source, engine)
         servicer.start_serving(ServedEngine(thread, info, grammars))
+        announcer.start_serving(thread, info)
         server.set_ready(True)
-        await _first_of(thread.ended, stop)
-        if thread.ended.done():
-            thread.ended.result()  # raises what the engine died of
+        await _first_of(thread.ended, announcement, stop)
+        for ended in (thread.ended, announcement):
+            if ended.done():
+                ended.result()  # raises what the engine died of, or why it must
+        announcer.start_draining()
     await grammars.close()
     await thread.stop()
 
 
 if __name__ == "__main__":
-    run_service("engine", EngineSettings, main, expected_errors=(EngineError,))
+    run_service("engine", EngineSettings, main, expected_errors=(EngineError, StaleEpoch))

@@ -20,6 +20,8 @@ _REASONS = {
     FinishReason.ERROR: inference_pb2.FINISH_REASON_ERROR,
 }
 
+_NUMBER_BITS = 20
+
 MAX_PIECE_BYTES = 2**20
 """Of prompt log-probabilities in one message."""
 
@@ -32,11 +34,13 @@ def to_requests(
     add: engine_pb2.AddRequest,
     *,
     request_ids: Sequence[int],
+    arrival: int,
     default_seed: int,
     vocab_size: int,
     grammar: Grammar | None = None,
 ) -> list[Request]:
-    """Build the engine's requests, one for each of `choices_of`, in order; `request_ids` are theirs and increase.
+    """Build the engine's requests, one for each of `choices_of`, in order; `request_ids` are theirs and increase,
+    `arrival` is that of all of them.
 
     Ranges were checked at the front door. Only what would bring the whole engine down is checked again: raises
     RequestRefused for a prompt without tokens, for token ids that the model does not have, and for resumed output that
@@ -64,13 +68,18 @@ def to_requests(
             cache=CacheParams(add.cache.salt, add.cache.no_store, add.cache.bypass),
             prompt_logprobs=add.prompt_logprobs if not requests and add.HasField("prompt_logprobs") else None,
             priority=add.priority,
-            arrival=request_ids[0],
+            arrival=arrival,
             choice=choice,
             grammar=None if grammar is None else _replay(grammar, output),
             fork_of=requests[0] if requests else None,
         )
         requests.append(request)
     return requests
+
+
+def arrival_of(add: engine_pb2.AddRequest, number: int, now_s: float) -> int:
+    """Return a request's place in the order of arrival: microseconds of a clock, then its number: no two are equal."""
+    return round((now_s - add.age_s) * 1e6) << _NUMBER_BITS | number % (1 << _NUMBER_BITS)
 
 
 def choices_of(add: engine_pb2.AddRequest) -> list[int]:

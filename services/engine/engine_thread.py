@@ -42,6 +42,18 @@ class EngineThread:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
 
+    @property
+    def last_step_at(self) -> float:
+        """As `EngineCore.last_step_at`. Only after `loaded`."""
+        assert self._core is not None
+        return self._core.last_step_at
+
+    @property
+    def expected_step_s(self) -> float:
+        """Seconds that the step under way should take, 0 where nothing is known. Only after `loaded`."""
+        assert self._core is not None
+        return self._core.expected_step_s or 0.0
+
     def send(self, command: Command) -> None:
         """Hand a command to the core. Only after `loaded`."""
         assert self._core is not None

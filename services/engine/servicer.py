@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from kvern.engine.grammar import Grammar
 from kvern.engine.plan import PromptLogprobs, StepResult, TokenLogprobs
 from kvern.services.engine.convert import (
     MAX_PIECE_BYTES,
+    arrival_of,
     choices_of,
     to_choice_end,
     to_load,
@@ -207,31 +209,38 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             raise ValueError(f"id {add.id} is in use on this stream")
         numbers = {choice: next(self._numbers) for choice in choices_of(add)}
         stream.engine_ids[add.id] = numbers.copy()
+        arrival = arrival_of(add, min(numbers.values()), time.monotonic())
         for choice, number in numbers.items():
             self._owners[number] = Owner(stream, add.id, choice)
         if add.HasField("constraint"):
-            stream.compile(add.id, self._compile_and_start(engine, add, numbers))
+            stream.compile(add.id, self._compile_and_start(engine, add, numbers, arrival))
         else:
-            self._start(engine, add, numbers, None)
+            self._start(engine, add, numbers, arrival, None)
 
     async def _compile_and_start(
-        self, engine: ServedEngine, add: engine_pb2.AddRequest, numbers: dict[int, int]
+        self, engine: ServedEngine, add: engine_pb2.AddRequest, numbers: dict[int, int], arrival: int
     ) -> None:
         try:
             grammar = await engine.grammars.compile(add.constraint)
         except RequestRefused as error:
             self._refuse_all(numbers, error)
         else:
-            self._start(engine, add, numbers, grammar)
+            self._start(engine, add, numbers, arrival, grammar)
 
     def _start(
-        self, engine: ServedEngine, add: engine_pb2.AddRequest, numbers: dict[int, int], grammar: Grammar | None
+        self,
+        engine: ServedEngine,
+        add: engine_pb2.AddRequest,
+        numbers: dict[int, int],
+        arrival: int,
+        grammar: Grammar | None,
     ) -> None:
         """Hand a request to the engine, without the choices that were aborted while its grammar was compiled."""
         try:
             requests = to_requests(
                 add,
                 request_ids=list(numbers.values()),
+                arrival=arrival,
                 default_seed=(self._seed + min(numbers.values())) % 2**64,
                 vocab_size=engine.info.vocab_size,
                 grammar=grammar,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, ValidationInfo, field_validator
 
 from kvern.engine.config import EngineConfig
 from kvern.services.runtime.model_source import DEFAULT_MODEL
-from kvern.services.runtime.settings import ServiceSettings
+from kvern.services.runtime.settings import RedisUrl, ServiceSettings
 
 
 class EngineSettings(ServiceSettings):
@@ -63,6 +63,23 @@ class EngineSettings(ServiceSettings):
     seed: int = Field(0, ge=0, lt=2**64)
     """Seeds the draws of requests that bring no seed."""
 
+    redis: RedisUrl | None = None
+    """URL of the Redis with the prefix index and the registry of replicas: redis://, rediss://, unix://,
+    redis+sentinel:// or redis+cluster://. Default: none, and routers must be told of this replica."""
+
+    advertise: str | None = Field(None, min_length=1, validate_default=True)
+    """Address of this replica's front door (its detokenizer) as routers reach it. Needed with redis."""
+
+    replica_id: str | None = Field(None, pattern=r"^[^{}]+$")
+    """Name in the registry, which a restart keeps and no other replica has. Default: the advertised address."""
+
+    @field_validator("advertise")
+    @classmethod
+    def _needed_with_redis(cls, advertise: str | None, info: ValidationInfo) -> str | None:
+        if advertise is None and info.data.get("redis") is not None:
+            raise ValueError("must be given with redis: routers learn the replica's address by it")
+        return advertise
+
     def engine_config(self, model_path: Path) -> EngineConfig:
         return EngineConfig(
             model_path=model_path,
@@ -78,5 +95,6 @@ class EngineSettings(ServiceSettings):
             scheduling_policy=self.scheduling_policy,
             target_step_ms=self.target_step_ms,
             enable_prefix_caching=self.enable_prefix_caching,
+            record_cache_events=self.redis is not None,
             num_threads=self.num_threads,
         )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from contextlib import AsyncExitStack
 
+from kvern.services.router.choice import Policy
+from kvern.services.router.discovery import Discovery, fixed_addresses
+from kvern.services.router.index_reader import IndexReader
+from kvern.services.router.placement import Placer
+from kvern.services.router.relay import Repeats
 from kvern.services.router.replicas import ReplicaTable
 from kvern.services.router.servicer import (
     INFERENCE_SERVICE,
@@ -16,6 +22,7 @@ from kvern.services.router.servicer import (
 from kvern.services.router.settings import RouterSettings
 from kvern.services.router.tokenizer import Tokenizer
 from kvern.services.runtime.process import run_service
+from kvern.services.runtime.redis_index import open_redis
 from kvern.services.runtime.server import GrpcServer
 
 
@@ -26,14 +33,24 @@ async def main(settings: RouterSettings) -> None:
         server.set_ready(tokenizer.is_serving and table.has_ready)
 
     tokenizer = Tokenizer(settings.tokenizer, update_readiness)
-    table = ReplicaTable(settings.replicas, update_readiness)
+    table = ReplicaTable(fixed_addresses(settings.replicas), update_readiness)
+    discovery = Discovery(settings.replicas, table)
+    redis = None if settings.redis is None else open_redis(settings.redis)
+    index = None if redis is None else IndexReader(redis)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(server)
-        inference = InferenceServicer(tokenizer, table, settings.max_streams, settings.max_stalled_s)
+        policy, budget_s = Policy(settings.routing_policy), settings.index_budget_ms / 1e3
+        placer = Placer(table, index, policy, budget_s, random.Random())
+        inference = InferenceServicer(
+            tokenizer, table, placer, Repeats(settings.hedge_after_s), settings.max_streams, settings.max_stalled_s
+        )
         add_to_server(inference, RouterServicer(table), server.grpc)
         await server.start()
         async with asyncio.TaskGroup() as tasks:
-            watchers = [tasks.create_task(tokenizer.watch()), tasks.create_task(table.watch())]
+            views = [tokenizer.watch(), table.watch(), discovery.watch()]
+            if index is not None:
+                views.append(index.watch(table.set_registered))
+            watchers = [tasks.create_task(view) for view in views]
             # The server drains before its watchers end: calls in flight still need a true view.
             async with stack.pop_all():
                 await server.wait_for_stop()
@@ -41,6 +58,8 @@ async def main(settings: RouterSettings) -> None:
                 watcher.cancel()
     await tokenizer.close()
     await table.close()
+    if redis is not None:
+        await redis.aclose()
 
 
 if __name__ == "__main__":

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
+from kvern.services.router.models import Contract
 from kvern.v1 import inference_pb2, replica_pb2, tokenizer_pb2
 
 
 def to_encode(
-    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, model: str
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+    model: str,
+    contracts: Iterable[Contract] = (),
 ) -> tokenizer_pb2.EncodePromptRequest:
-    """Ask for a prompt's token ids."""
+    """Ask for a prompt's token ids, and for the digests of its blocks under each contract."""
     encode = tokenizer_pb2.EncodePromptRequest(model=model)
     if request.HasField("text"):
         encode.text = request.text
@@ -24,7 +28,24 @@ def to_encode(
         encode.bad_words.extend(request.sampling.bad_words)
         if request.HasField("keep_last_tokens"):
             encode.keep_last_tokens = request.keep_last_tokens
+        for contract in contracts:
+            encode.hashings.add(
+                contract=contract.fingerprint,
+                block_size=contract.block_size,
+                salt=request.cache.salt,
+                adapter=request.adapter,
+            )
     return encode
+
+
+def reads_cache(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether a replica may reuse blocks for it. Log-probabilities of the prompt need every position computed."""
+    return not request.cache.bypass and not request.output.HasField("prompt_logprobs")
+
+
+def writes_cache(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether it leaves blocks behind for others."""
+    return not request.cache.bypass and not request.cache.no_store
 
 
 def to_decode(request: inference_pb2.DetokenizeRequest, model: str) -> tokenizer_pb2.DecodeTokensRequest:

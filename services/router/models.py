@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvern.services.router.replicas import Replica
 from kvern.services.runtime.errors import InvalidArgument, NotFound, Unavailable
 from kvern.v1 import inference_pb2
+
+
+class Contract(NamedTuple):
+    """What replicas must agree in to reuse each other's blocks."""
+
+    fingerprint: str
+    block_size: int
+    """Tokens a block."""
+
+
+def contracts_of(replicas: Iterable[Replica], model: str) -> list[Contract]:
+    """Return the contracts of the replicas that can take a request for a model: several in a change of versions."""
+    contracts = {
+        Contract(engine.contract, engine.block_size): None
+        for replica in replicas
+        if replica.serves(model) and (engine := replica.engine) is not None
+    }
+    return list(contracts)
 
 
 def resolve_model(replicas: Iterable[Replica], name: str) -> str:

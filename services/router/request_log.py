@@ -26,6 +26,12 @@ class RequestRecord:
     replica: str = ""
     """Address of the replica that served it last."""
     prompt_tokens: int = 0
+    num_moves: int = 0
+    """How often another replica went on with its stream."""
+    matched_tokens: int = 0
+    """Prompt tokens whose KV that replica was expected to have."""
+    cached_tokens: int | None = None
+    """Prompt tokens whose KV it had; None if it did not come to that."""
 
 
 @contextmanager
@@ -46,6 +52,9 @@ def log_request() -> Iterator[RequestRecord]:
             model=record.model,
             replica=record.replica,
             prompt_tokens=record.prompt_tokens,
+            num_moves=record.num_moves,
+            matched_tokens=record.matched_tokens,
+            cached_tokens=record.cached_tokens,
             status=status.name,
             duration_s=round(time.monotonic() - start_s, 4),
         )

@@ -10,12 +10,13 @@ from typing import Any
 import grpc
 
 from kvern.services.router.admission import Admission
-from kvern.services.router.choice import by_cost
 from kvern.services.router.convert import to_decode, to_encode, to_serve
+from kvern.services.router.deadline import for_start
 from kvern.services.router.models import list_models, max_context, resolve_model
-from kvern.services.router.relay import Relay
+from kvern.services.router.placement import Placement, Placer
+from kvern.services.router.relay import Relay, Repeats
 from kvern.services.router.replicas import ReplicaTable
-from kvern.services.router.request_log import log_request
+from kvern.services.router.request_log import RequestRecord, log_request
 from kvern.services.router.tokenizer import TimeRemaining, Tokenizer
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.slow_reader import ReaderWatch
@@ -26,7 +27,7 @@ INFERENCE_SERVICE = "kvern.v1.InferenceService"
 ROUTER_SERVICE = "kvern.v1.RouterService"
 
 REPLICA_METADATA_KEY = "kvern-replica"
-"""Trailing metadata of Generate: address of the replica that served it."""
+"""Trailing metadata of Generate: address of the replica that served it. What else there is explains the choice."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -34,9 +35,19 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """Validates, tokenizes, chooses, relays."""
 
-    def __init__(self, tokenizer: Tokenizer, table: ReplicaTable, max_streams: int, max_stalled_s: float) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        table: ReplicaTable,
+        placer: Placer,
+        repeats: Repeats,
+        max_streams: int,
+        max_stalled_s: float,
+    ) -> None:
         self._tokenizer = tokenizer
         self._table = table
+        self._placer = placer
+        self._repeats = repeats
         self._max_stalled_s = max_stalled_s
         self._admission = Admission(max_streams)
         self._rng = random.Random()
@@ -48,10 +59,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             record.request_id = request.request_id
             check_generate(request)
             with self._admission.admit(request.request_id) as record.request_id:
-                record.model, encoded = await self._prepare(request, context.time_remaining)
+                placement, encoded = await self._prepare(request, context.time_remaining)
+                record.model = placement.model
                 record.prompt_tokens = len(encoded.token_ids)
                 serve = to_serve(request, record.request_id, record.model, encoded, self._rng)
-                relay = Relay(self._table, serve, record, self._rng)
+                relay = Relay(self._table, placement, serve, record, self._repeats)
                 try:
                     async with aclosing(relay.frames(context.time_remaining)) as frames:
                         with ReaderWatch(self._max_stalled_s) as reader:
@@ -60,20 +72,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                                 yield frame
                                 reader.release()
                 finally:
-                    context.set_trailing_metadata(((REPLICA_METADATA_KEY, record.replica),))
+                    _record_outcome(record, placement)
+                    context.set_trailing_metadata(
+                        ((REPLICA_METADATA_KEY, record.replica), *placement.metadata(record.replica))
+                    )
 
     async def Route(self, request: inference_pb2.RouteRequest, context: _Context) -> inference_pb2.RouteResponse:
         check_generate(request.request)
-        model, encoded = await self._prepare(request.request, context.time_remaining)
-        candidates = by_cost(self._table.candidates(model), self._rng)
+        placement, encoded = await self._prepare(request.request, context.time_remaining)
+        candidates = placement.ranked()
         best = candidates[0]
         return inference_pb2.RouteResponse(
-            replica=best.address,
+            replica=best.replica,
             address=best.address,
             prompt_tokens=len(encoded.token_ids),
             matched_tokens=best.matched_tokens,
             candidates=[
-                inference_pb2.Candidate(replica=each.address, matched_tokens=each.matched_tokens, cost=each.cost)
+                inference_pb2.Candidate(replica=each.replica, matched_tokens=each.matched_tokens, cost=each.cost)
                 for each in candidates
             ],
             prompt_token_ids=encoded.token_ids,
@@ -106,11 +121,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, time_remaining: TimeRemaining
-    ) -> tuple[str, tokenizer_pb2.EncodePromptResponse]:
-        """Return the model a request means, one that can be asked now, and the request's texts as token ids."""
+    ) -> tuple[Placement, tokenizer_pb2.EncodePromptResponse]:
+        """Return where a request may go, to replicas of the model it means, and its texts as token ids."""
+        await self._table.wait_while_starting(request.model, for_start(time_remaining()))
         model = resolve_model(self._table, request.model)
         self._table.candidates(model)  # better to fail here than after tokenizing
-        return model, await self._tokenizer.encode(to_encode(request, model), time_remaining)
+        contracts = self._placer.contracts(request, model)
+        encoded = await self._tokenizer.encode(to_encode(request, model, contracts), time_remaining)
+        digests = dict(zip(contracts, encoded.block_digests, strict=True))
+        placement = await self._placer.place(request, model, len(encoded.token_ids), digests, time_remaining())
+        return placement, encoded
+
+
+def _record_outcome(record: RequestRecord, placement: Placement) -> None:
+    if (sent := placement.sent_to(record.replica)) is not None:
+        record.matched_tokens, record.cached_tokens = sent.candidate.matched_tokens, sent.cached_tokens
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):

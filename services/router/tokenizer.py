@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvern.services.router.deadline import for_tokenizer
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.errors import Unavailable
 from kvern.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -27,7 +28,7 @@ _Response = TypeVar("_Response", covariant=True)
 
 
 class _Method(Protocol[_Request, _Response]):
-    def __call__(self, request: _Request, *, timeout: float | None) -> Awaitable[_Response]: ...
+    def __call__(self, request: _Request) -> Awaitable[_Response]: ...
 
 
 class Tokenizer:
@@ -43,7 +44,11 @@ class Tokenizer:
     async def encode(
         self, request: tokenizer_pb2.EncodePromptRequest, time_remaining: TimeRemaining
     ) -> tokenizer_pb2.EncodePromptResponse:
-        """Return a prompt's token ids. Raises AioRpcError with the tokenizer's verdict, Unavailable if it is away."""
+        """Return a prompt's token ids.
+
+        Raises AioRpcError with the tokenizer's verdict, Unavailable if it is away or takes more than its share of the
+        deadline.
+        """
         return await self._call(self._stub.EncodePrompt, request, time_remaining)
 
     async def decode(
@@ -66,13 +71,20 @@ class Tokenizer:
         self, method: _Method[_Request, _Response], request: _Request, time_remaining: TimeRemaining
     ) -> _Response:
         try:
-            return await method(request, timeout=time_remaining())
+            async with asyncio.timeout(for_tokenizer(time_remaining())):
+                return await self._call_twice(method, request)
+        except TimeoutError as error:
+            raise Unavailable("the tokenizer took more than its share of the deadline") from error
+
+    async def _call_twice(self, method: _Method[_Request, _Response], request: _Request) -> _Response:
+        try:
+            return await method(request)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
         await self._reconnect()
         try:
-            return await method(request, timeout=time_remaining())
+            return await method(request)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise

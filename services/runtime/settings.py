@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
+from urllib.parse import urlsplit
 
 import pydantic_settings
 import yaml
@@ -33,6 +35,20 @@ def _split_each(values: tuple[str, ...]) -> tuple[str, ...]:
 
 Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_split_each)]
 """`host:port` or `unix:/path`, several by repeating the flag or with commas."""
+
+
+def _known_scheme(url: str) -> str:
+    if urlsplit(url).scheme not in _REDIS_SCHEMES:
+        raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in _REDIS_SCHEMES)}")
+    return url
+
+
+_REDIS_SCHEMES = (
+    "redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"
+)  # fmt: skip
+
+RedisUrl = Annotated[str, AfterValidator(_known_scheme)]
+"""`redis://host:port`, `unix:///path` and so on. A password in it belongs into a variable, not into a flag."""
 
 
 class ServiceSettings(BaseSettings):
@@ -133,4 +149,8 @@ def _describe(item: Mapping[str, Any]) -> str:
     name = ".".join(str(part) for part in item["loc"]) or "settings"
     if item["type"] == "missing":
         return f"{name}: required (--{name.replace('_', '-')}, {ENV_PREFIX}{name.upper()})"
-    return f"{name}: {item['msg']} (got {item['input']!r})"
+    return f"{name}: {item['msg']} (got {_CREDENTIALS.sub('://***@', repr(item['input']))})"
+
+
+_CREDENTIALS = re.compile("://.*@")
+"""In an address. They are not for logs, not even where the address is wrong."""

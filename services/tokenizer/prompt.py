@@ -40,12 +40,11 @@ class PromptEncoder:
             if request.keep_last_tokens == 0:
                 raise InvalidArgument("keep_last_tokens", "must be at least 1, got 0")
             token_ids = token_ids[-request.keep_last_tokens :]
-        response = tokenizer_pb2.EncodePromptResponse(
-            token_ids=token_ids, bad_words=encode_bad_words(self._tokenizer, request.bad_words)
+        return tokenizer_pb2.EncodePromptResponse(
+            token_ids=token_ids,
+            block_digests=[_block_digests(hashing, token_ids) for hashing in request.hashings],
+            bad_words=encode_bad_words(self._tokenizer, request.bad_words),
         )
-        if request.HasField("hashing"):
-            response.block_digests = _block_digests(request.hashing, token_ids)
-        return response
 
     def _token_ids(self, request: tokenizer_pb2.EncodePromptRequest) -> list[int]:
         if request.HasField("token_ids"):
@@ -73,6 +72,6 @@ class PromptEncoder:
 
 def _block_digests(hashing: tokenizer_pb2.BlockHashing, token_ids: Sequence[int]) -> bytes:
     if hashing.block_size == 0:
-        raise InvalidArgument("hashing.block_size", "must be at least 1, got 0")
+        raise InvalidArgument("hashings.block_size", "must be at least 1, got 0")
     root = root_digest(hashing.contract, hashing.salt, hashing.adapter)
     return b"".join(extend_digests(root, token_ids, hashing.block_size))

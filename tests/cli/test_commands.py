@@ -66,7 +66,7 @@ def test_generate_that_the_server_refuses_fails_with_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "tokenize"])
+@pytest.mark.parametrize("command", ["generate", "chat", "tokenize", "route"])
 def test_text_that_is_not_unicode_fails_with_one_line(command: str) -> None:
     """B11."""
     done = run_kvern(command, "a byte: \udcff")
@@ -94,6 +94,15 @@ def test_tokenize_prints_ids() -> None:
 
 
 @pytest.mark.usefixtures("server")
+def test_route_shows_where_a_text_would_go() -> None:
+    (routed,) = _json_lines("route", "The mill turns.", "--session", "s")
+    (candidate,) = routed["candidates"]
+    assert (routed["prompt_tokens"], routed["replica"]) == (4, candidate["replica"])
+    assert candidate["cost"] >= 4 - candidate["matched_tokens"]
+    assert candidate["replica"] in run_kvern("route", "The mill turns.").stdout
+
+
+@pytest.mark.usefixtures("server")
 def test_models_lists_the_served_one() -> None:
     (listed,) = _json_lines("models")
     assert [(model["name"], model["ready_replicas"]) for model in listed["models"]] == [("smollm2", 1)]
@@ -105,10 +114,12 @@ def test_status_shows_replicas_and_their_blocks() -> None:
     (listed,) = _json_lines("status")
     (replica,) = listed["replicas"]
     assert replica["state"] == "REPLICA_STATE_READY"
+    assert (replica["listed"], replica["registered"], replica["id"]) == (True, False, replica["address"])
     assert replica["engine"]["num_blocks"] == NUM_BLOCKS
     shown = run_kvern("status").stdout
     assert "ready" in shown
     assert f"/{NUM_BLOCKS}" in shown
+    assert "list" in shown
 
 
 @pytest.mark.usefixtures("server")

@@ -23,6 +23,8 @@ async def test_async_client_streams_answers_side_by_side(running_set: UpProcess)
         answers = await asyncio.gather(*(_answer(client) for _ in range(4)))
         assert (await client.list_models()).models[0].name == "smollm2"
         assert len((await client.tokenize("The mill turns.")).ids) == 4
+        routed = await client.route("The mill turns.", max_tokens=1)
+        assert (routed.prompt_tokens, len(routed.candidates)) == (4, 1)
         assert len((await client.list_replicas()).replicas) == 1
     assert all("Paris" in answer for answer in answers)
 

@@ -28,9 +28,10 @@ def test_killed_supervisor_leaves_no_process_and_the_next_up_starts(tmp_path_fac
     with UpProcess(folder, "--replicas=2", *flags) as first:
         first.wait_ready()
         _assert_both_replicas_serve(first)
+        _assert_prompts_go_where_they_are_cached(first)
         pids = first.children()
         assert set(pids) == {
-            "tokenizer", "engine-0", "engine-1", "detokenizer-0", "detokenizer-1", "router", "gateway"
+            "redis", "tokenizer", "engine-0", "engine-1", "detokenizer-0", "detokenizer-1", "router", "gateway"
         }  # fmt: skip
         first.process.send_signal(signal.SIGKILL)
         first.process.wait()
@@ -67,3 +68,21 @@ def _assert_both_replicas_serve(up: UpProcess) -> None:
             next(stream)
         wait_until(lambda: up.load(0).num_running == up.load(1).num_running == 1, "each replica runs one request")
         assert all(collect(stream).text for stream in streams)
+
+
+def _assert_prompts_go_where_they_are_cached(up: UpProcess) -> None:
+    """By what the index says, for the router has seen none of them. Without the index it serves all the same."""
+    prompts = [[1000 + number] * 100 for number in range(4)]
+    assert _cached_tokens(up, prompts) == [0] * 4
+    up.kill("router")
+    with Client(up.listen) as client:
+        wait_until(lambda: all(each.registered for each in client.list_replicas().replicas), "both are registered")
+    assert _cached_tokens(up, prompts) == [96] * 4
+    up.kill("redis")
+    assert _cached_tokens(up, [[2000]]) == [0]
+
+
+def _cached_tokens(up: UpProcess, prompts: list[list[int]]) -> list[int]:
+    with Client(up.listen) as client:
+        generations = [collect(client.generate(prompt, max_tokens=1)) for prompt in prompts]
+    return [generation.finished.usage.cached_tokens for generation in generations]

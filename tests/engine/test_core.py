@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import pytest
 
 from kvern.engine.block_pool import BlockPool
-from kvern.engine.core import Abort, Add, EngineCore, Output, Park, Refused, ResetCache, Stop, Unpark
+from kvern.engine.core import Abort, Add, EngineCore, Output, Park, Refused, ResetCache, Stop, TakeSnapshot, Unpark
 from kvern.engine.plan import FirstScheduled, Plan, StepResult
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler, SchedulerConfig
@@ -32,7 +32,7 @@ def make_core(runner: CheckedRunner | None = None, *, depth: int = 0) -> EngineC
         eos_token_ids=frozenset(),
         contract="test",
     )
-    scheduler = Scheduler(BlockPool(NUM_BLOCKS), config)
+    scheduler = Scheduler(BlockPool(NUM_BLOCKS, record_events=True), config)
     return EngineCore(scheduler, runner or CheckedRunner(NUM_BLOCKS, 4), depth=depth)
 
 
@@ -127,6 +127,72 @@ def test_run_parked_request_waits_until_it_is_resumed() -> None:
         core.send(ResetCache())
         core.send(Add(make_request(2, [3], 50)))
         assert collect(outputs, 2)[0][2] == expected_output([3], 50)
+
+
+class Mirror:
+    """What an index would hold that applies the events as they come."""
+
+    def __init__(self, outputs: SimpleQueue[Output]) -> None:
+        self._outputs = outputs
+        self.digests: set[bytes] = set()
+        self.num_removed = 0
+
+    def apply(self, output: Output) -> None:
+        assert isinstance(output, StepResult)
+        for event in output.cache_events:
+            assert event.is_added == (event.digest not in self.digests), "each digest's events alternate"
+            if event.is_added:
+                self.digests.add(event.digest)
+            else:
+                self.digests.remove(event.digest)
+                self.num_removed += 1
+
+    def catch_up(self) -> None:
+        while not self._outputs.empty():
+            self.apply(self._outputs.get())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_run_snapshot_is_what_the_events_emitted_so_far_have_led_to(depth: int) -> None:
+    """Between admissions, steps and evictions: the pool is too small for what comes."""
+    core = make_core(depth=depth)
+    snapshots: SimpleQueue[tuple[list[bytes], set[bytes]]] = SimpleQueue()
+    with running(core) as outputs:
+        mirror = Mirror(outputs)
+
+        def reply(digests: list[bytes]) -> None:
+            mirror.catch_up()
+            snapshots.put((digests, set(mirror.digests)))
+
+        for number in range(12):
+            core.send(Add(make_request(number, [number] * 9, 7)))
+        while mirror.num_removed < 12:
+            core.send(TakeSnapshot(reply))
+            digests, mirrored = snapshots.get(timeout=10)
+            assert len(digests) == len(mirrored)
+            assert set(digests) == mirrored
+
+
+def test_run_reset_of_the_cache_tells_that_everything_is_gone() -> None:
+    """F04."""
+    core = make_core()
+    with running(core) as outputs:
+        mirror = Mirror(outputs)
+        core.send(Add(make_request(0, [1] * 9, 4)))
+        while not mirror.digests:
+            mirror.apply(outputs.get(timeout=10))
+        core.send(ResetCache())
+        while mirror.digests:
+            mirror.apply(outputs.get(timeout=10))
+
+
+def test_run_expects_of_a_step_what_steps_like_it_took() -> None:
+    core = make_core()
+    with running(core) as outputs:
+        core.send(Add(make_request(0, [1] * 9, 8)))
+        collect(outputs, 1)
+    assert core.expected_step_s is not None
+    assert 0 <= core.expected_step_s < 10
 
 
 def test_run_runner_that_fails_ends_the_loop_with_its_error() -> None:

@@ -13,6 +13,7 @@ from kvern.cli.doctor import doctor
 from kvern.cli.generate import generate
 from kvern.cli.logs import logs
 from kvern.cli.models import models
+from kvern.cli.route import route
 from kvern.cli.run import run
 from kvern.cli.status import status
 from kvern.cli.tokenize import tokenize
@@ -34,7 +35,7 @@ def kvern() -> None:
     """
 
 
-for _command in (up, run, chat, generate, tokenize, models, status, logs, doctor):
+for _command in (up, run, chat, generate, tokenize, models, route, status, logs, doctor):
     kvern.add_command(_command)
 
 

@@ -47,11 +47,12 @@ def _watch(client: Client) -> None:
 
 
 def _table(response: ListReplicasResponse) -> Table:
-    rows = table("replica", "state", "model", "KV#", "blocks#", "running#", "waiting#", "streams#")
+    rows = table("replica", "found in", "state", "model", "KV#", "blocks#", "running#", "waiting#", "streams#")
     for replica in response.replicas:
         load, blocks = replica.load, replica.engine.num_blocks
         rows.add_row(
-            replica.address,
+            _name(replica),
+            _sources(replica),
             _state(replica),
             replica.engine.model,
             f"{load.num_used_blocks / blocks:.0%}" if blocks else "",
@@ -63,7 +64,18 @@ def _table(response: ListReplicasResponse) -> Table:
     return rows
 
 
+def _name(replica: ReplicaStatus) -> str:
+    return replica.address if replica.id == replica.address else f"{replica.id} at {replica.address}"
+
+
+def _sources(replica: ReplicaStatus) -> str:
+    found_in = {"list": replica.listed, "registry": replica.registered}
+    return ", ".join(source for source, is_there in found_in.items() if is_there) or "neither now"
+
+
 def _state(replica: ReplicaStatus) -> str:
     if not replica.reachable:
         return "unreachable"
+    if replica.stalled:
+        return "stalled"
     return ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_").lower()

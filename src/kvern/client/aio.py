@@ -107,6 +107,12 @@ class AsyncClient:
         request = tokenize_request(text, model)
         return await self._unary(self._inference.Tokenize, request, timeout_s)
 
+    async def route(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> pb.RouteResponse:
+        """Return which replica `generate` would choose now, and why. Nothing is generated."""
+        request = pb.RouteRequest(request=generate_request(prompt, options))
+        check_size(request.request)
+        return await self._unary(self._inference.Route, request, options.get("timeout_s"))
+
     async def list_models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
         """Return the models that can be asked for now."""
         return await self._unary(self._inference.ListModels, pb.ListModelsRequest(), timeout_s)

@@ -112,6 +112,12 @@ class Client:
         request = tokenize_request(text, model)
         return self._unary(self._inference.Tokenize, request, timeout_s)
 
+    def route(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> pb.RouteResponse:
+        """Return which replica `generate` would choose now, and why. Nothing is generated."""
+        request = pb.RouteRequest(request=generate_request(prompt, options))
+        check_size(request.request)
+        return self._unary(self._inference.Route, request, options.get("timeout_s"))
+
     def list_models(self, *, timeout_s: float | None = None) -> pb.ListModelsResponse:
         """Return the models that can be asked for now."""
         return self._unary(self._inference.ListModels, pb.ListModelsRequest(), timeout_s)

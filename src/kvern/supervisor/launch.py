@@ -16,7 +16,7 @@ from kvern.services.runtime.settings import ENV_PREFIX, ServiceSettings, Setting
 from kvern.services.tokenizer.settings import TokenizerSettings
 from kvern.supervisor.addresses import Address
 from kvern.supervisor.process import ProcessSpec
-from kvern.supervisor.readiness import HealthProbe, PortProbe, Probe, RouterProbe
+from kvern.supervisor.readiness import HealthProbe, PortProbe, Probe, RedisProbe, RouterProbe
 
 Value = str | bool
 
@@ -30,6 +30,7 @@ SERVICES: dict[str, type[ServiceSettings]] = {
 
 _OWN_FIELDS = frozenset(
     {"config", "listen", "tokenizer", "replicas", "engine", "router", "supervisor_pid", "drain_delay_s", "more_models"}
+    | {"redis", "advertise", "replica_id"}
 )
 """Settings that the set gives its services itself: how they are connected, no wait for a load balancer, one model."""
 
@@ -77,7 +78,8 @@ def prepare(options: SetOptions, folder: Path, environ: Mapping[str, str] = os.e
     model = find_model(engine.model)
     specs = wiring.specs(engine)
     for spec in specs:
-        SERVICES[spec.service].load(spec.flags, prog="kvern up", environ=spec.environ)
+        if (settings := SERVICES.get(_service(spec.name))) is not None:
+            settings.load(spec.flags, prog="kvern up", environ=spec.environ)
     return Launch(model, specs, engine.drain_timeout_s)
 
 
@@ -103,8 +105,9 @@ class _Wiring:
         indices = range(self._options.replicas)
         threads = self._threads(engine)
         return [
+            *self._private_redis(),
             self._spec("tokenizer", {"model": engine.model}),
-            *(self._spec(f"engine-{index}", threads) for index in indices),
+            *(self._spec(f"engine-{index}", threads | self._announcing(index)) for index in indices),
             *(self._detokenizer(index, engine.model) for index in indices),
             self._router(),
             self._gateway(),
@@ -125,6 +128,30 @@ class _Wiring:
             return {}
         return {"num_threads": str(max(1, len(os.sched_getaffinity(0)) // self._options.replicas))}
 
+    @property
+    def _has_index(self) -> bool:
+        """Whether there is anything to choose: one replica needs no index."""
+        return self._options.replicas > 1
+
+    @property
+    def _redis_path(self) -> Path:
+        return self._folder / "redis.sock"
+
+    def _private_redis(self) -> list[ProcessSpec]:
+        if not self._has_index:
+            return []
+        flags = [f"--socket={self._redis_path}"]
+        module, environ = "kvern.supervisor.private_redis", dict(self._environ)
+        return [ProcessSpec("redis", module, flags, environ, RedisProbe(self._redis_path))]
+
+    def _redis(self) -> dict[str, Value]:
+        return {"redis": f"unix://{self._redis_path}"} if self._has_index else {}
+
+    def _announcing(self, index: int) -> dict[str, Value]:
+        if not self._has_index:
+            return {}
+        return self._redis() | {"advertise": self._socket(f"detokenizer-{index}")}
+
     def _detokenizer(self, index: int, model: str) -> ProcessSpec:
         return self._spec(f"detokenizer-{index}", {"model": model, "engine": self._socket(f"engine-{index}")})
 
@@ -136,6 +163,7 @@ class _Wiring:
                 "listen": f"{self._socket('router')},{self._options.listen}",
                 "tokenizer": self._socket("tokenizer"),
                 "replicas": ",".join(detokenizers),
+                **self._redis(),
             },
             RouterProbe(self._socket("router")),
         )
@@ -145,16 +173,22 @@ class _Wiring:
         return self._spec("gateway", {"listen": str(self._options.http), "router": self._socket("router")}, probe)
 
     def _spec(self, name: str, values: Mapping[str, Value], probe: Probe | None = None) -> ProcessSpec:
-        service = name.partition("-")[0]
+        service = _service(name)
         given = {
             field: value for field, value in self._options.settings.items() if field in SERVICES[service].model_fields
         }
         own: dict[str, Value] = {"listen": self._socket(name), "drain_delay_s": "0"}
         flags = [_flag(field, value) for field, value in {**given, **own, **values}.items()]
-        return ProcessSpec(name, service, flags, self._inherited(service), probe or HealthProbe(self._socket(name)))
+        module, probe = f"kvern.services.{service}", probe or HealthProbe(self._socket(name))
+        return ProcessSpec(name, module, flags, self._inherited(service), probe)
 
     def _socket(self, name: str) -> str:
         return f"unix:{self._folder / name}.sock"
+
+
+def _service(name: str) -> str:
+    """Return what a process of this name runs."""
+    return name.partition("-")[0]
 
 
 def _flag(field: str, value: Value) -> str:

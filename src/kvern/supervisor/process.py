@@ -26,8 +26,8 @@ class ProcessSpec:
     name: str
     """Unique in the set, say `engine-0`."""
 
-    service: str
-    """Module below kvern.services."""
+    module: str
+    """What Python is to run. It takes a flag --supervisor-pid."""
 
     flags: Sequence[str]
     environ: Mapping[str, str]
@@ -60,7 +60,7 @@ class ChildProcess:
     def start(self) -> None:
         """Start it. The kernel ends it with the thread that calls this, so that must be one that lives on."""
         # -P: a folder named as a library, where the person happens to stand, must not take its place.
-        command = [sys.executable, "-P", "-m", f"kvern.services.{self._spec.service}", *self._spec.flags]
+        command = [sys.executable, "-P", "-m", self._spec.module, *self._spec.flags]
         with self.log_path.open("ab") as log:
             self._popen = subprocess.Popen(
                 [*command, f"--supervisor-pid={os.getpid()}"],

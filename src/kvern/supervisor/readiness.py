@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Protocol
 
 import grpc
@@ -52,6 +53,23 @@ class RouterProbe:
         except grpc.RpcError:
             return False
         return all(replica.reachable and replica.state == REPLICA_STATE_READY for replica in response.replicas)
+
+
+class RedisProbe:
+    """Pings a Redis on a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def ready(self) -> bool:
+        try:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(_PATIENCE_S)
+                connection.connect(str(self._path))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
 
 
 class PortProbe:

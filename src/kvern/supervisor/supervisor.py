@@ -12,7 +12,7 @@ from kvern.supervisor.stop import StopRequest
 
 _TICK_S = 0.05
 
-DRAIN_ORDER = (("gateway", "router"), ("detokenizer",), ("engine",), ("tokenizer",))
+DRAIN_ORDER = (("gateway", "router"), ("detokenizer",), ("engine",), ("tokenizer", "redis"))
 """Who calls goes before who is called, so that nothing in flight loses what it needs."""
 
 

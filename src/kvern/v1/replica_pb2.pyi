@@ -49,6 +49,12 @@ class ServeRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    age_s: _builtins.float
+    """Since the request came to its router, in seconds. The engine takes requests in the order of their age."""
+    moved: _builtins.bool
+    """It was admitted at a replica that was lost, and waits here even where all streams are taken."""
     @_builtins.property
     def request(self) -> _inference_pb2.GenerateRequest:
         """The client's request, completed by the router: request_id, model and sampling.seed are set and the prompt is
@@ -64,10 +70,12 @@ class ServeRequest(_message.Message):
         *,
         request: _inference_pb2.GenerateRequest | None = ...,
         bad_words: _abc.Iterable[_inference_pb2.TokenIds] | None = ...,
+        age_s: _builtins.float = ...,
+        moved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_words", b"bad_words", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "bad_words", b"bad_words", "moved", b"moved", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -79,8 +87,11 @@ class ServeResponse(_message.Message):
 
     CLIENT_FRAME_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     client_frame: _builtins.bytes
     """A serialized GenerateResponse, relayed to the client as it is."""
+    cached_tokens: _builtins.int
+    """Of a frame that is Scheduled: its cached_tokens, for the router to compare with what it expected."""
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceUpdate]:
         """What the frame adds to each choice it speaks of."""
@@ -90,12 +101,15 @@ class ServeResponse(_message.Message):
         *,
         client_frame: _builtins.bytes = ...,
         updates: _abc.Iterable[Global___ChoiceUpdate] | None = ...,
+        cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_frame", b"client_frame", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "client_frame", b"client_frame", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
 
 Global___ServeResponse: _TypeAlias = ServeResponse  # noqa: Y015
 
@@ -255,6 +269,7 @@ class ReplicaLoad(_message.Message):
     NUM_STREAMS_FIELD_NUMBER: _builtins.int
     NUM_FAILED_CHOICES_FIELD_NUMBER: _builtins.int
     NUM_PARKED_FIELD_NUMBER: _builtins.int
+    PREDICTED_WAIT_S_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_used_blocks: _builtins.int
@@ -267,6 +282,8 @@ class ReplicaLoad(_message.Message):
     """Choices ended since the engine's start because their logits were not numbers."""
     num_parked: _builtins.int
     """Requests that stand still because their readers do not keep up."""
+    predicted_wait_s: _builtins.float
+    """How long a request that comes now will wait until it is first computed, in seconds; 0 where too little is known."""
     def __init__(
         self,
         *,
@@ -277,10 +294,11 @@ class ReplicaLoad(_message.Message):
         num_streams: _builtins.int = ...,
         num_failed_choices: _builtins.int = ...,
         num_parked: _builtins.int = ...,
+        predicted_wait_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_failed_choices", b"num_failed_choices", "num_parked", b"num_parked", "num_running", b"num_running", "num_streams", b"num_streams", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "queued_prefill_tokens", b"queued_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_failed_choices", b"num_failed_choices", "num_parked", b"num_parked", "num_running", b"num_running", "num_streams", b"num_streams", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "predicted_wait_s", b"predicted_wait_s", "queued_prefill_tokens", b"queued_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,12 +64,24 @@ class ReplicaStatus(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     NUM_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    LISTED_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     reachable: _builtins.bool
     """False when the last poll failed; the rest is then as of the last that did not."""
     state: _replica_pb2.ReplicaState.ValueType
     num_in_flight: _builtins.int
     """Requests that this router has in flight there."""
+    id: _builtins.str
+    """The name it registered under; its address where it did not."""
+    listed: _builtins.bool
+    """The router was told of it, by an address or a name in DNS."""
+    registered: _builtins.bool
+    """The registry holds it now."""
+    stalled: _builtins.bool
+    """Its engine's step takes so long that something must be wrong. It gets no requests."""
     @_builtins.property
     def engine(self) -> _replica_pb2.EngineInfo: ...
     @_builtins.property
@@ -83,10 +95,14 @@ class ReplicaStatus(_message.Message):
         engine: _replica_pb2.EngineInfo | None = ...,
         load: _replica_pb2.ReplicaLoad | None = ...,
         num_in_flight: _builtins.int = ...,
+        id: _builtins.str = ...,
+        listed: _builtins.bool = ...,
+        registered: _builtins.bool = ...,
+        stalled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "load", b"load", "num_in_flight", b"num_in_flight", "reachable", b"reachable", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine", b"engine", "id", b"id", "listed", b"listed", "load", b"load", "num_in_flight", b"num_in_flight", "reachable", b"reachable", "registered", b"registered", "stalled", b"stalled", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

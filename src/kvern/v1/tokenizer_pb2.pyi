@@ -28,7 +28,7 @@ class EncodePromptRequest(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
-    HASHING_FIELD_NUMBER: _builtins.int
+    HASHINGS_FIELD_NUMBER: _builtins.int
     KEEP_LAST_TOKENS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -48,8 +48,8 @@ class EncodePromptRequest(_message.Message):
         """Already encoded: checked against the vocabulary and hashed."""
 
     @_builtins.property
-    def hashing(self) -> Global___BlockHashing:
-        """Absent: no digests."""
+    def hashings(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockHashing]:
+        """The digests asked for: a model's replicas may differ in their cache contracts while one version replaces another."""
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -63,13 +63,13 @@ class EncodePromptRequest(_message.Message):
         chat: _inference_pb2.Chat | None = ...,
         token_ids: _inference_pb2.TokenIds | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
-        hashing: Global___BlockHashing | None = ...,
+        hashings: _abc.Iterable[Global___BlockHashing] | None = ...,
         keep_last_tokens: _builtins.int | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "hashing", b"hashing", "keep_last_tokens", b"keep_last_tokens", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "keep_last_tokens", b"keep_last_tokens", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "chat", b"chat", "hashing", b"hashing", "keep_last_tokens", b"keep_last_tokens", "model", b"model", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "chat", b"chat", "hashings", b"hashings", "keep_last_tokens", b"keep_last_tokens", "model", b"model", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -125,10 +125,12 @@ class EncodePromptResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BLOCK_DIGESTS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
-    block_digests: _builtins.bytes
-    """Digests of the full blocks in order, 16 bytes each, joined."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def block_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """For each of the request's hashings, the digests of the full blocks in order, 16 bytes each, joined."""
+
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]:
         """Token sequences that write the bad words, at the beginning of a text or after a space."""
@@ -137,7 +139,7 @@ class EncodePromptResponse(_message.Message):
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        block_digests: _builtins.bytes = ...,
+        block_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         bad_words: _abc.Iterable[_inference_pb2.TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

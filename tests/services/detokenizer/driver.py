@@ -13,7 +13,7 @@ from kvern.services.detokenizer.turns import Turns
 from kvern.services.runtime.slow_reader import ReaderWatch
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
-from .scripted_engine import INFO
+from .scripted_engine import EOS, INFO
 
 
 @dataclass
@@ -77,6 +77,15 @@ class Driver:
             if end == len(output.token_ids):
                 del positions[index]
                 engine.end_choice(output.end, 0.0)
+
+
+def ended(index: int, ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int] = ()) -> Output:
+    """Cut tokens where an engine would end."""
+    for position, token_id in enumerate(ids[:max_tokens]):
+        if token_id == EOS or token_id in stop_token_ids:
+            end = engine_pb2.ChoiceEnd(index=index, reason=inference_pb2.FINISH_REASON_STOP, stop_token_id=token_id)
+            return Output(ids[: position + 1], end)
+    return Output(ids[:max_tokens], engine_pb2.ChoiceEnd(index=index, reason=inference_pb2.FINISH_REASON_LENGTH))
 
 
 def logprobs_at(position: int) -> engine_pb2.EngineTokenLogprobs:

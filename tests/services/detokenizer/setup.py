@@ -35,21 +35,23 @@ class Call:
         self.call = call
         self._frames = aiter(call)
         self.updates: list[replica_pb2.ChoiceUpdate] = []
+        self.cached_tokens: list[int] = []
+        """What the router was told, by message that says it."""
         self.add = engine_pb2.AddRequest()
         """The request as it came to the engine."""
 
     async def next(self) -> inference_pb2.GenerateResponse:
-        frame = await anext(self._frames)
-        self.updates.extend(frame.updates)
-        return inference_pb2.GenerateResponse.FromString(frame.client_frame)
+        return self._take(await anext(self._frames))
 
     async def rest(self) -> list[inference_pb2.GenerateResponse]:
         """Read to the end."""
-        events = []
-        async for frame in self._frames:
-            self.updates.extend(frame.updates)
-            events.append(inference_pb2.GenerateResponse.FromString(frame.client_frame))
-        return events
+        return [self._take(frame) async for frame in self._frames]
+
+    def _take(self, frame: replica_pb2.ServeResponse) -> inference_pb2.GenerateResponse:
+        self.updates.extend(frame.updates)
+        if frame.HasField("cached_tokens"):
+            self.cached_tokens.append(frame.cached_tokens)
+        return inference_pb2.GenerateResponse.FromString(frame.client_frame)
 
     async def error(self) -> tuple[grpc.StatusCode, str]:
         """Read to the end, which is an error."""

@@ -42,6 +42,7 @@ async def test_request_reaches_the_engine_as_asked_and_its_answer_the_client(set
     assert finished.reason == inference_pb2.FINISH_REASON_LENGTH
     usage = finished.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (2, 1, 3)
+    assert call.cached_tokens == [1]
     timing = finished.timing
     assert timing.preemptions == 2
     assert timing.queue_s == scheduled.queue_s <= timing.time_to_first_token_s <= timing.total_s
@@ -74,7 +75,7 @@ async def test_incomplete_character_is_not_sent_before_it_is_whole(setup: Setup)
 
 
 async def test_character_that_never_completes_is_replaced_at_the_end(setup: Setup) -> None:
-    """A29."""
+    """A29, E19: what is no whole character never reaches a string field."""
     call, request_id = await setup.begin()
     setup.engine.step([request_id], setup.ids("😀")[:1])
     setup.engine.end(request_id)

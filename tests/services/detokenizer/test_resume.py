@@ -12,11 +12,11 @@ from kvern.services.detokenizer.incremental_decode import DecoderFactory
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
-from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
+from kvern.v1 import inference_pb2, replica_pb2
 from kvern.v1.inference_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, ChoiceProgress, GenerateRequest
 from tests.services import small_tokenizers
 
-from .driver import Driver, Output, Received, received
+from .driver import Driver, Received, ended, received
 from .scripted_engine import EOS
 
 
@@ -35,15 +35,6 @@ def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "smollm2":
         return load_tokenizer(find_model("smollm2"))
     return load_tokenizer(small_tokenizers.save(small_tokenizers.sentencepiece(), tmp_path_factory.mktemp("model")))
-
-
-def ended(index: int, ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int] = ()) -> Output:
-    """Cut tokens where an engine would end."""
-    for position, token_id in enumerate(ids[:max_tokens]):
-        if token_id == EOS or token_id in stop_token_ids:
-            end = engine_pb2.ChoiceEnd(index=index, reason=FINISH_REASON_STOP, stop_token_id=token_id)
-            return Output(ids[: position + 1], end)
-    return Output(ids[:max_tokens], engine_pb2.ChoiceEnd(index=index, reason=FINISH_REASON_LENGTH))
 
 
 def resumed(request: GenerateRequest, choices: dict[int, Received]) -> GenerateRequest:

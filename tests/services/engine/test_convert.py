@@ -8,7 +8,7 @@ from kvern.engine.errors import RequestRefused
 from kvern.engine.plan import PromptLogprobs, TokenLogprobs
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.services.engine import convert
-from kvern.services.engine.convert import choice_seed, choices_of, to_prompt_logprobs, to_requests
+from kvern.services.engine.convert import arrival_of, choice_seed, choices_of, to_prompt_logprobs, to_requests
 from kvern.services.engine.servicer import Stream
 from kvern.v1.engine_pb2 import AddRequest, ResumedChoice
 from kvern.v1.inference_pb2 import Sampling, Stopping, TokenIds
@@ -17,7 +17,7 @@ from kvern.v1.inference_pb2 import Sampling, Stopping, TokenIds
 def requests_of(**fields: object) -> list[Request]:
     add = AddRequest(**({"prompt_token_ids": [5, 6]} | fields))  # type: ignore[arg-type]
     count = len(choices_of(add))
-    return to_requests(add, request_ids=list(range(count)), default_seed=3, vocab_size=100)
+    return to_requests(add, request_ids=list(range(count)), arrival=7, default_seed=3, vocab_size=100)
 
 
 def test_every_sampling_field_is_taken_over() -> None:
@@ -53,6 +53,13 @@ def test_every_sampling_field_is_taken_over() -> None:
     )
     assert request.stopping == StoppingParams(9, frozenset({8}), ignore_eos=True, min_tokens=2)
     assert request.prompt_logprobs == 4
+
+
+def test_arrival_is_earlier_for_an_aged_request_and_never_that_of_another() -> None:
+    young, aged = AddRequest(), AddRequest(age_s=0.5)
+    first, twin, moved = arrival_of(young, 1, 100.0), arrival_of(young, 2, 100.0), arrival_of(aged, 3, 100.4)
+    assert moved < first < twin < arrival_of(aged, 4, 101.0)
+    assert {request.arrival for request in requests_of(sampling=Sampling(n=2))} == {7}
 
 
 def test_fields_left_out_ask_for_nothing() -> None:

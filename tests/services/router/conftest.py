@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -15,14 +17,14 @@ from .scripted import ScriptedReplica, ScriptedTokenizer
 from .setup import MAX_STREAMS, NUM_REPLICAS, SERVING, Setup
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
-    folder = tmp_path_factory.mktemp("router")
+@asynccontextmanager
+async def starting(folder: Path, *flags: str) -> AsyncIterator[Setup]:
+    """Run a router with these flags, and its peers."""
     tokenizer = ScriptedTokenizer(f"unix:{folder}/tokenizer.sock")
     replicas = [ScriptedReplica(f"unix:{folder}/replica-{number}.sock") for number in range(NUM_REPLICAS)]
     address, log = f"unix:{folder}/router.sock", folder / "router.log"
-    flags = ["--listen", address, "--tokenizer", tokenizer.address, "--max-streams", str(MAX_STREAMS)]
-    flags += ["--replicas", ",".join(replica.address for replica in replicas)]
+    flags = (*flags, "--listen", address, "--tokenizer", tokenizer.address, "--max-streams", str(MAX_STREAMS))
+    flags += ("--replicas", ",".join(replica.address for replica in replicas))
     async with (
         scripted.serving(tokenizer, *replicas),
         running("router", *flags, log=log),
@@ -32,6 +34,12 @@ async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Set
         router = router_pb2_grpc.RouterServiceStub(channel)
         setup = Setup(tokenizer, replicas, inference, router, health_pb2_grpc.HealthStub(channel), log)
         await channel.channel_ready()
+        yield setup
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    async with starting(tmp_path_factory.mktemp("router")) as setup:
         yield setup
 
 

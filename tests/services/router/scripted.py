@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from kvern.engine.block_hash import extend_digests, root_digest
 from kvern.services.runtime.channel import SERVER_OPTIONS
-from kvern.services.runtime.errors import Unavailable
+from kvern.services.runtime.errors import Internal, Unavailable
 from kvern.services.runtime.interceptors import ErrorInterceptor
 from kvern.v1 import inference_pb2 as inference
 from kvern.v1 import replica_pb2 as replica
@@ -22,6 +23,12 @@ MODEL = "tiny"
 CONTEXT = 128
 
 Behaviour = Callable[[inference.GenerateRequest], AsyncIterator[replica.ServeResponse]]
+
+
+def digests_of(token_ids: Sequence[int], hashing: tokenizer_pb2.BlockHashing) -> bytes:
+    """Return the digests of the full blocks, joined."""
+    root = root_digest(hashing.contract, hashing.salt, hashing.adapter)
+    return b"".join(extend_digests(root, token_ids, hashing.block_size))
 
 
 def frame(event: inference.GenerateResponse) -> replica.ServeResponse:
@@ -41,6 +48,12 @@ def started(request: inference.GenerateRequest) -> replica.ServeResponse:
     )
 
 
+def scheduled(cached_tokens: int) -> replica.ServeResponse:
+    told = frame(inference.GenerateResponse(scheduled=inference.Scheduled(cached_tokens=cached_tokens)))
+    told.cached_tokens = cached_tokens
+    return told
+
+
 def delta(text: str) -> replica.ServeResponse:
     return frame(inference.GenerateResponse(delta=inference.Delta(text=text)))
 
@@ -56,9 +69,9 @@ async def be_unavailable(request: inference.GenerateRequest) -> AsyncIterator[re
     yield started(request)
 
 
-async def break_after_start(request: inference.GenerateRequest) -> AsyncIterator[replica.ServeResponse]:
+async def fail(request: inference.GenerateRequest) -> AsyncIterator[replica.ServeResponse]:
+    raise Internal("a fault")
     yield started(request)
-    raise Unavailable("the engine is away")
 
 
 async def stall_after_start(request: inference.GenerateRequest) -> AsyncIterator[replica.ServeResponse]:
@@ -85,8 +98,12 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
     behaviour: Behaviour = answer
     state: replica.ReplicaState = replica.REPLICA_STATE_READY
     answers_polls: bool = True
+    epoch: int = 1
+    contract: str = "c"
     load: replica.ReplicaLoad = field(default_factory=replica.ReplicaLoad)
     received: list[inference.GenerateRequest] = field(default_factory=list)
+    last: replica.ServeRequest = field(default_factory=replica.ServeRequest)
+    """The last request, whole."""
     time_remaining: float | None = None
     """Of the last request, when it came."""
     num_sent: int = 0
@@ -105,6 +122,7 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self, request: replica.ServeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[replica.ServeResponse]:
         self.received.append(request.request)
+        self.last = request
         self.time_remaining = context.time_remaining()
         try:
             async for response in self.behaviour(request.request):
@@ -119,7 +137,7 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
         if not self.answers_polls:
             raise Unavailable("gone")
         engine = replica.EngineInfo(
-            epoch=1, model=MODEL, contract="c", block_size=16, max_model_len=CONTEXT, vocab_size=256
+            epoch=self.epoch, model=MODEL, contract=self.contract, block_size=16, max_model_len=CONTEXT, vocab_size=256
         )
         return replica.GetReplicaInfoResponse(state=self.state, engine=engine, load=self.load)
 
@@ -130,6 +148,7 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     def __init__(self, address: str) -> None:
         self.address = address
         self.failures = 0
+        self.hangs = False
         self.health = health.aio.HealthServicer()
 
     async def set_serving(self, serving: bool) -> None:
@@ -139,11 +158,16 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def EncodePrompt(
         self, request: tokenizer_pb2.EncodePromptRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> tokenizer_pb2.EncodePromptResponse:
+        if self.hangs:
+            await asyncio.Event().wait()
         if self.failures:
             self.failures -= 1
             raise Unavailable("restarting")
         text = request.text or "".join(message.content for message in request.chat.messages)
-        return tokenizer_pb2.EncodePromptResponse(token_ids=request.token_ids.ids or text.encode())
+        token_ids = list(request.token_ids.ids or text.encode())
+        return tokenizer_pb2.EncodePromptResponse(
+            token_ids=token_ids, block_digests=[digests_of(token_ids, hashing) for hashing in request.hashings]
+        )
 
     async def DecodeTokens(
         self, request: tokenizer_pb2.DecodeTokensRequest, context: grpc.aio.ServicerContext[Any, Any]

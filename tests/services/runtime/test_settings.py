@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field, ValidationError
 
-from kvern.services.runtime.settings import Addresses, ServiceSettings, SettingsError
+from kvern.services.runtime.settings import Addresses, RedisUrl, ServiceSettings, SettingsError
 
 
 class Settings(ServiceSettings):
@@ -146,3 +146,16 @@ def test_help_tells_what_each_flag_is_for(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "--max-streams" in out
     assert "A bound." in out
+
+
+class RedisSettings(ServiceSettings):
+    """A test service."""
+
+    redis: RedisUrl = "redis://127.0.0.1"
+
+
+def test_load_wrong_address_is_refused_without_its_password() -> None:
+    with pytest.raises(SettingsError, match=r"redis: .* must begin with one of redis://") as refused:
+        RedisSettings.load(["--listen=a:1", "--redis=http://user:secret@host:6379"], prog="x", environ={})
+    assert "secret" not in str(refused.value)
+    assert "http://***@host:6379" in str(refused.value)

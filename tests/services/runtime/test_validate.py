@@ -161,6 +161,7 @@ _REFUSED = [
 
 @pytest.mark.parametrize(("field", "request_"), _REFUSED, ids=[f"{i}-{row[0]}" for i, row in enumerate(_REFUSED)])
 def test_check_request_beyond_a_limit_names_the_field(field: str, request_: GenerateRequest) -> None:
+    """D05, D13, A14 among them."""
     with pytest.raises(InvalidArgument) as refused:
         check_generate(request_)
     assert refused.value.field == field

@@ -135,16 +135,18 @@ def test_only_the_last_tokens_are_kept(encoder: PromptEncoder) -> None:
 
 def test_digests_are_those_of_the_full_blocks_kept(encoder: PromptEncoder) -> None:
     hashing = tokenizer_pb2.BlockHashing(contract="c", block_size=4, salt="s", adapter="a")
+    other = tokenizer_pb2.BlockHashing(contract="other", block_size=2)
     request = tokenizer_pb2.EncodePromptRequest(
-        token_ids=inference_pb2.TokenIds(ids=range(20)), keep_last_tokens=11, hashing=hashing
+        token_ids=inference_pb2.TokenIds(ids=range(20)), keep_last_tokens=11, hashings=[hashing, other]
     )
     response = encoder.encode(request)
     expected = extend_digests(root_digest("c", "s", "a"), list(range(9, 20)), 4)
     assert len(expected) == 2
-    assert response.block_digests == b"".join(expected)
+    of_other = extend_digests(root_digest("other"), list(range(9, 20)), 2)
+    assert list(response.block_digests) == [b"".join(expected), b"".join(of_other)]
     hashing.block_size = 0
-    with pytest.raises(InvalidArgument, match=r"hashing\.block_size"):
-        encode(encoder, text="Hi", hashing=hashing)
+    with pytest.raises(InvalidArgument, match=r"hashings\.block_size"):
+        encode(encoder, text="Hi", hashings=[hashing])
 
 
 @settings(deadline=None)

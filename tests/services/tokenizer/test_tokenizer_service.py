@@ -89,8 +89,9 @@ async def test_info_names_the_model_and_its_limits(stub: tokenizer_pb2_grpc.Toke
 async def test_prompt_encoded_decodes_to_what_it_was(stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:
     text = "Grüezi, 日本! <|im_end|>"
     hashing = tokenizer_pb2.BlockHashing(contract="c", block_size=4)
-    encoded = await stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(model="tiny", text=text, hashing=hashing))
-    assert len(encoded.block_digests) == len(encoded.token_ids) // 4 * DIGEST_BYTES > 0
+    encoded = await stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(model="tiny", text=text, hashings=[hashing]))
+    [digests] = encoded.block_digests
+    assert len(digests) == len(encoded.token_ids) // 4 * DIGEST_BYTES > 0
     for skip, expected in ((None, "Grüezi, 日本! "), (True, "Grüezi, 日本! "), (False, text)):
         request = tokenizer_pb2.DecodeTokensRequest(token_ids=encoded.token_ids, skip_special_tokens=skip)
         assert (await stub.DecodeTokens(request)).text == expected

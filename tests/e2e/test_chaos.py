@@ -1,0 +1,195 @@
+"""Replicas die under load, and no client notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from kvern.client import AsyncClient, Delta, Event, Finished, GenerateOptions, KvernError, PromptLogprobs, RetryPolicy
+from tests.up_process import PATIENCE_S, UpProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_REPLICAS = 3
+NUM_STREAMS = 20
+MAX_TOKENS = 16
+NO_HELP = RetryPolicy(max_retries=0, max_resumptions=0)
+"""The client alone could resume: it must not have to."""
+
+PROMPTS = [f"{number} little mills stood by the river, and" for number in range(2, 2 + NUM_STREAMS)]
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
+    flags = (f"--replicas={NUM_REPLICAS}", "--max-model-len=256", "--num-blocks=256", "--num-threads=1")
+    with UpProcess(tmp_path_factory.mktemp("replicas"), *flags) as up:
+        up.wait_ready()
+        yield up
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(replicas: UpProcess) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(replicas.listen, retry=NO_HELP) as connected:
+        yield connected
+
+
+class Crowd:
+    """Twenty greedy streams at a time."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self.under_way = asyncio.Event()
+        """Set when all together have brought a third of their tokens."""
+        self.num_moves = 0
+        self._num_deltas = 0
+
+    async def run(self) -> list[str]:
+        return await asyncio.gather(*map(self._text, PROMPTS))
+
+    async def _text(self, prompt: str) -> str:
+        stream = self._client.generate(
+            prompt, max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, timeout_s=PATIENCE_S
+        )
+        return "".join([self._take(event) async for event in stream])
+
+    def _take(self, event: Event) -> str:
+        if isinstance(event, Finished):
+            assert event.usage.completion_tokens == MAX_TOKENS
+            self.num_moves += event.timing.migrations
+        if not isinstance(event, Delta):
+            return ""
+        self._num_deltas += 1
+        if self._num_deltas >= NUM_STREAMS * MAX_TOKENS // 3:
+            self.under_way.set()
+        return event.text
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(replicas: UpProcess) -> list[str]:
+    async with AsyncClient(replicas.listen, retry=NO_HELP) as client:
+        return await Crowd(client).run()
+
+
+async def wait_ready(client: AsyncClient) -> None:
+    """Wait until the router sees all replicas ready, whatever they were a moment ago."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            models = (await client.list_models()).models
+            if sum(model.ready_replicas for model in models) == NUM_REPLICAS:
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", ["engine-0", "detokenizer-1"])
+async def test_killed_replica_breaks_no_stream(
+    replicas: UpProcess, client: AsyncClient, undisturbed: list[str], name: str
+) -> None:
+    await wait_ready(client)
+    crowd = Crowd(client)
+    running = asyncio.create_task(crowd.run())
+    await crowd.under_way.wait()
+    os.kill(replicas.children()[name], signal.SIGKILL)
+    assert await running == undisturbed
+    assert crowd.num_moves > 0
+
+
+KINDS: tuple[GenerateOptions, ...] = (
+    {"seed": 5, "n": 2, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 1, "token_ids": True},
+    {"seed": 6, "regex": "[a-z]+( [a-z]+){40}", "logit_bias": {260: 2.0}},
+    {"temperature": 0.0, "echo": True, "prompt_logprobs": 0, "stop": ["river", "\n\n\n"], "min_tokens": 8},
+)
+"""What has state to be carried over: draws, penalties, a grammar, an echo, a search for stop strings."""
+
+
+async def test_requests_of_every_kind_go_on_elsewhere_exactly(replicas: UpProcess, client: AsyncClient) -> None:
+    await wait_ready(client)
+    whole = await asyncio.gather(*(_collect(client, kind) for kind in KINDS))
+    half_way = asyncio.Event()
+    running = [asyncio.create_task(_collect(client, kind, half_way)) for kind in KINDS]
+    await half_way.wait()
+    victim = await _engine_with_a_stream(replicas, [f"engine-{index}" for index in range(NUM_REPLICAS)])
+    os.kill(replicas.children()[victim], signal.SIGKILL)
+    survived = await asyncio.gather(*running)
+    assert survived == whole
+    assert sum(answer.num_moves for answer in survived) > 0
+
+
+async def test_request_that_brings_down_its_engine_is_poison_for_two_and_no_more(
+    replicas: UpProcess, client: AsyncClient
+) -> None:
+    """Engines stand still, so that it is known which one has the request when it dies."""
+    await wait_ready(client)
+    engines = {name: pid for name, pid in replicas.children().items() if name.startswith("engine-")}
+    for pid in engines.values():
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        call = asyncio.create_task(_read(client, "A poison"))
+        for _ in range(2):
+            os.kill(engines.pop(await _engine_with_a_stream(replicas, engines)), signal.SIGKILL)
+        with pytest.raises(KvernError) as ended:
+            await call
+    finally:
+        for pid in engines.values():
+            os.kill(pid, signal.SIGCONT)
+    assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.INTERNAL, "POISON")
+    await wait_ready(client)
+    assert engines.items() < replicas.children().items()
+
+
+@dataclass
+class Answer:
+    """All of an answer that must not depend on who served it."""
+
+    events: list[str] = field(default_factory=list)
+    text: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    ends: dict[int, tuple[object, ...]] = field(default_factory=dict)
+    num_moves: int = field(default=0, compare=False)
+
+    def take(self, event: Event) -> None:
+        match event:
+            case Delta():
+                self.text[event.index] = self.text.get(event.index, "") + event.text
+                self.token_ids.setdefault(event.index, []).extend(event.token_ids)
+                values = [round(item.sampled.logprob, 3) for item in event.logprobs]
+                self.logprobs.setdefault(event.index, []).extend(values)
+            case PromptLogprobs():
+                self.prompt_logprobs += [round(item.sampled.logprob, 3) for item in event.items]
+            case Finished():
+                usage = event.usage
+                self.ends[event.index] = event.reason, event.stop, usage.prompt_tokens, usage.completion_tokens
+                self.num_moves = event.timing.migrations
+            case _:
+                self.events.append(type(event).__name__)
+
+
+async def _collect(client: AsyncClient, kind: GenerateOptions, half_way: asyncio.Event | None = None) -> Answer:
+    answer = Answer()
+    async for event in client.generate(PROMPTS[0], max_tokens=48, ignore_eos=True, timeout_s=PATIENCE_S, **kind):
+        answer.take(event)
+        if half_way is not None and len("".join(answer.text.values())) > 80:
+            half_way.set()
+    return answer
+
+
+async def _read(client: AsyncClient, prompt: str) -> None:
+    async for _ in client.generate(prompt, max_tokens=8, timeout_s=PATIENCE_S):
+        pass
+
+
+async def _engine_with_a_stream(replicas: UpProcess, names: Iterable[str]) -> str:
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            for name in names:
+                if replicas.load(int(name.removeprefix("engine-"))).num_streams:
+                    return name
+            await asyncio.sleep(0.02)

@@ -1,0 +1,130 @@
+"""Where the first replica is slow to answer, a second one is asked: on a router process that hedges."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from kvern.v1 import inference_pb2, replica_pb2
+
+from . import scripted
+from .answers import answer_of
+from .conftest import starting
+from .setup import NUM_REPLICAS, Setup
+from .test_relay import lost
+from .test_router import failure
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HEDGE_AFTER_S = 0.2
+
+Frames = AsyncIterator[replica_pb2.ServeResponse]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    async with starting(tmp_path_factory.mktemp("hedging"), "--hedge-after-s", str(HEDGE_AFTER_S)) as setup:
+        yield setup
+
+
+class FirstAsked:
+    """Replicas of which the one asked first behaves in another way."""
+
+    def __init__(self, first: scripted.Behaviour, others: scripted.Behaviour) -> None:
+        self._behaviours = [first]
+        self._others = others
+        self.ended = asyncio.Event()
+        """Set when the call of the one asked first has ended."""
+
+    async def __call__(self, request: inference_pb2.GenerateRequest) -> Frames:
+        if not self._behaviours:
+            async for frame in self._others(request):
+                yield frame
+            return
+        try:
+            async for frame in self._behaviours.pop()(request):
+                yield frame
+        finally:
+            self.ended.set()
+
+
+async def answer(request: inference_pb2.GenerateRequest) -> Frames:
+    yield scripted.started(request)
+    told = scripted.delta("Hello")
+    told.updates.add(new_token_ids=[1], text_bytes_total=5)
+    yield told
+    last = scripted.frame(inference_pb2.GenerateResponse(finished=inference_pb2.Finished()))
+    last.updates.add(text_bytes_total=5, finished=True)
+    yield last
+
+
+async def answer_late(request: inference_pb2.GenerateRequest) -> Frames:
+    yield scripted.started(request)
+    await asyncio.sleep(2 * HEDGE_AFTER_S)
+    async for frame in answer(request):
+        yield frame
+
+
+async def break_late(request: inference_pb2.GenerateRequest) -> Frames:
+    yield scripted.started(request)
+    await asyncio.sleep(2 * HEDGE_AFTER_S)
+    raise lost()
+
+
+@pytest.mark.parametrize("slow", [scripted.stall, scripted.stall_after_start])
+async def test_slow_replica_is_dropped_for_the_one_that_answers(setup: Setup, slow: scripted.Behaviour) -> None:
+    async def answer_until_the_other_is_dropped(request: inference_pb2.GenerateRequest) -> Frames:
+        async for frame in answer(request):
+            if frame.updates and frame.updates[0].finished:
+                await asked.ended.wait()
+            yield frame
+
+    asked = FirstAsked(slow, answer_until_the_other_is_dropped)
+    setup.behave(asked)
+    got = await answer_of(setup.generate())
+    assert (got.events, got.text) == (["started", "delta", "finished"], {0: "Hello"})
+    assert sorted(len(replica.received) for replica in setup.replicas) == [*[0] * (NUM_REPLICAS - 2), 1, 1]
+    await setup.all_ready()
+
+
+async def test_first_replica_that_answers_after_all_wins(setup: Setup) -> None:
+    asked = FirstAsked(answer_late, scripted.stall_after_start)
+    setup.behave(asked)
+    got = await answer_of(setup.generate())
+    assert (got.events, got.text) == (["started", "delta", "finished"], {0: "Hello"})
+    assert len(setup.received()) == 2
+    await setup.all_ready()
+
+
+async def test_replica_that_answers_in_time_is_the_only_one_asked(setup: Setup) -> None:
+    setup.behave(answer)
+    await answer_of(setup.generate())
+    assert len(setup.received()) == 1
+
+
+async def test_one_of_two_that_breaks_leaves_the_other(setup: Setup) -> None:
+    for first, others in ((break_late, answer_late), (answer_late, scripted.be_unavailable)):
+        setup.behave(FirstAsked(first, others))
+        assert (await answer_of(setup.generate())).text == {0: "Hello"}
+        await setup.all_ready()
+
+
+async def test_two_that_break_without_a_token_are_poisoned(setup: Setup) -> None:
+    setup.behave(break_late)
+    error = await failure(setup.generate())
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert len(setup.received()) == 2
+    await setup.all_ready()
+
+
+async def test_client_that_cancels_ends_both(setup: Setup) -> None:
+    setup.behave(scripted.stall_after_start)
+    call = setup.generate()
+    await setup.statuses(lambda all_: sum(each.num_in_flight for each in all_) == 2)
+    call.cancel()
+    await setup.all_ready()
+    assert all(replica.ended.is_set() for replica in setup.replicas if replica.received)
