@@ -5,99 +5,57 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import grpc
 import pytest
-import pytest_asyncio
 
-from kvern.client import AsyncClient, Delta, Event, Finished, GenerateOptions, KvernError, PromptLogprobs, RetryPolicy
+from kvern.client import AsyncClient, Delta, Event, Finished, GenerateOptions, KvernError, PromptLogprobs
 from tests.up_process import PATIENCE_S, UpProcess
 
+from .crowd import PROMPTS, Crowd
+from .fleet import NUM_REPLICAS, wait_ready
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-NUM_REPLICAS = 3
-NUM_STREAMS = 20
-MAX_TOKENS = 16
-NO_HELP = RetryPolicy(max_retries=0, max_resumptions=0)
-"""The client alone could resume: it must not have to."""
-
-PROMPTS = [f"{number} little mills stood by the river, and" for number in range(2, 2 + NUM_STREAMS)]
-
-
-@pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    flags = (f"--replicas={NUM_REPLICAS}", "--max-model-len=256", "--num-blocks=256", "--num-threads=1")
-    with UpProcess(tmp_path_factory.mktemp("replicas"), *flags) as up:
-        up.wait_ready()
-        yield up
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(replicas: UpProcess) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(replicas.listen, retry=NO_HELP) as connected:
-        yield connected
-
-
-class Crowd:
-    """Twenty greedy streams at a time."""
-
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
-        self.under_way = asyncio.Event()
-        """Set when all together have brought a third of their tokens."""
-        self.num_moves = 0
-        self._num_deltas = 0
-
-    async def run(self) -> list[str]:
-        return await asyncio.gather(*map(self._text, PROMPTS))
-
-    async def _text(self, prompt: str) -> str:
-        stream = self._client.generate(
-            prompt, max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, timeout_s=PATIENCE_S
-        )
-        return "".join([self._take(event) async for event in stream])
-
-    def _take(self, event: Event) -> str:
-        if isinstance(event, Finished):
-            assert event.usage.completion_tokens == MAX_TOKENS
-            self.num_moves += event.timing.migrations
-        if not isinstance(event, Delta):
-            return ""
-        self._num_deltas += 1
-        if self._num_deltas >= NUM_STREAMS * MAX_TOKENS // 3:
-            self.under_way.set()
-        return event.text
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def undisturbed(replicas: UpProcess) -> list[str]:
-    async with AsyncClient(replicas.listen, retry=NO_HELP) as client:
-        return await Crowd(client).run()
-
-
-async def wait_ready(client: AsyncClient) -> None:
-    """Wait until the router sees all replicas ready, whatever they were a moment ago."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            models = (await client.list_models()).models
-            if sum(model.ready_replicas for model in models) == NUM_REPLICAS:
-                return
-            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("name", ["engine-0", "detokenizer-1"])
 async def test_killed_replica_breaks_no_stream(
-    replicas: UpProcess, client: AsyncClient, undisturbed: list[str], name: str
+    replicas: UpProcess, fleet_client: AsyncClient, undisturbed: list[str], name: str
 ) -> None:
-    await wait_ready(client)
-    crowd = Crowd(client)
+    await wait_ready(fleet_client)
+    crowd = Crowd(fleet_client)
     running = asyncio.create_task(crowd.run())
     await crowd.under_way.wait()
     os.kill(replicas.children()[name], signal.SIGKILL)
     assert await running == undisturbed
     assert crowd.num_moves > 0
+
+
+async def test_engines_killed_one_after_another_lose_no_stream(
+    replicas: UpProcess, fleet_client: AsyncClient, undisturbed: list[str]
+) -> None:
+    for index in range(NUM_REPLICAS):
+        await wait_ready(fleet_client)
+        crowd = Crowd(fleet_client)
+        running = asyncio.create_task(crowd.run())
+        await crowd.under_way.wait()
+        os.kill(replicas.children()[f"engine-{index}"], signal.SIGKILL)
+        assert await running == undisturbed
+
+
+@pytest.mark.parametrize("name", ["detokenizer-2", "engine-2"])
+async def test_terminated_replica_ends_its_streams_or_hands_them_on(
+    replicas: UpProcess, fleet_client: AsyncClient, undisturbed: list[str], name: str
+) -> None:
+    """E13."""
+    await wait_ready(fleet_client)
+    crowd = Crowd(fleet_client)
+    running = asyncio.create_task(crowd.run())
+    await crowd.under_way.wait()
+    os.kill(replicas.children()[name], signal.SIGTERM)
+    assert await running == undisturbed
 
 
 KINDS: tuple[GenerateOptions, ...] = (
@@ -108,11 +66,11 @@ KINDS: tuple[GenerateOptions, ...] = (
 """What has state to be carried over: draws, penalties, a grammar, an echo, a search for stop strings."""
 
 
-async def test_requests_of_every_kind_go_on_elsewhere_exactly(replicas: UpProcess, client: AsyncClient) -> None:
-    await wait_ready(client)
-    whole = await asyncio.gather(*(_collect(client, kind) for kind in KINDS))
+async def test_requests_of_every_kind_go_on_elsewhere_exactly(replicas: UpProcess, fleet_client: AsyncClient) -> None:
+    await wait_ready(fleet_client)
+    whole = await asyncio.gather(*(_collect(fleet_client, kind) for kind in KINDS))
     half_way = asyncio.Event()
-    running = [asyncio.create_task(_collect(client, kind, half_way)) for kind in KINDS]
+    running = [asyncio.create_task(_collect(fleet_client, kind, half_way)) for kind in KINDS]
     await half_way.wait()
     victim = await _engine_with_a_stream(replicas, [f"engine-{index}" for index in range(NUM_REPLICAS)])
     os.kill(replicas.children()[victim], signal.SIGKILL)
@@ -122,15 +80,15 @@ async def test_requests_of_every_kind_go_on_elsewhere_exactly(replicas: UpProces
 
 
 async def test_request_that_brings_down_its_engine_is_poison_for_two_and_no_more(
-    replicas: UpProcess, client: AsyncClient
+    replicas: UpProcess, fleet_client: AsyncClient
 ) -> None:
     """Engines stand still, so that it is known which one has the request when it dies."""
-    await wait_ready(client)
+    await wait_ready(fleet_client)
     engines = {name: pid for name, pid in replicas.children().items() if name.startswith("engine-")}
     for pid in engines.values():
         os.kill(pid, signal.SIGSTOP)
     try:
-        call = asyncio.create_task(_read(client, "A poison"))
+        call = asyncio.create_task(_read(fleet_client, "A poison"))
         for _ in range(2):
             os.kill(engines.pop(await _engine_with_a_stream(replicas, engines)), signal.SIGKILL)
         with pytest.raises(KvernError) as ended:
@@ -139,7 +97,7 @@ async def test_request_that_brings_down_its_engine_is_poison_for_two_and_no_more
         for pid in engines.values():
             os.kill(pid, signal.SIGCONT)
     assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.INTERNAL, "POISON")
-    await wait_ready(client)
+    await wait_ready(fleet_client)
     assert engines.items() < replicas.children().items()
 
 

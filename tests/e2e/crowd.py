@@ -1,0 +1,44 @@
+"""Many streams at once, whose texts are known."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvern.client import AsyncClient, Delta, Event, Finished
+from tests.up_process import PATIENCE_S
+
+NUM_STREAMS = 20
+MAX_TOKENS = 16
+
+PROMPTS = [f"{number} little mills stood by the river, and" for number in range(2, 2 + NUM_STREAMS)]
+
+
+class Crowd:
+    """Twenty greedy streams at a time."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self.under_way = asyncio.Event()
+        """Set when all together have brought a third of their tokens."""
+        self.num_moves = 0
+        self._num_deltas = 0
+
+    async def run(self) -> list[str]:
+        return await asyncio.gather(*map(self._text, PROMPTS))
+
+    async def _text(self, prompt: str) -> str:
+        stream = self._client.generate(
+            prompt, max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, timeout_s=PATIENCE_S
+        )
+        return "".join([self._take(event) async for event in stream])
+
+    def _take(self, event: Event) -> str:
+        if isinstance(event, Finished):
+            assert event.usage.completion_tokens == MAX_TOKENS
+            self.num_moves += event.timing.migrations
+        if not isinstance(event, Delta):
+            return ""
+        self._num_deltas += 1
+        if self._num_deltas >= NUM_STREAMS * MAX_TOKENS // 3:
+            self.under_way.set()
+        return event.text

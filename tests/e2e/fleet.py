@@ -1,0 +1,23 @@
+"""Several replicas, and what tests ask of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvern.client import AsyncClient, RetryPolicy
+from tests.up_process import PATIENCE_S
+
+NUM_REPLICAS = 3
+
+NO_HELP = RetryPolicy(max_retries=0, max_resumptions=0)
+"""The client alone could resume: it must not have to."""
+
+
+async def wait_ready(client: AsyncClient) -> None:
+    """Wait until the router sees all replicas ready, whatever they were a moment ago."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            models = (await client.list_models()).models
+            if sum(model.ready_replicas for model in models) == NUM_REPLICAS:
+                return
+            await asyncio.sleep(0.05)
