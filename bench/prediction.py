@@ -39,7 +39,7 @@ MAX_PROMPT_TOKENS = 400
 PAUSE_S = 0.2
 """Between an answer and its conversation's next prompt, at least: people read what they asked for."""
 
-UP_FLAGS = ("--num-blocks=160", "--max-model-len=512")
+UP_FLAGS = ("--num-blocks=480", "--max-model-len=512")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def print_table(summary: Summary, title: str) -> None:
 @click.argument("up_flags", nargs=-1, type=click.UNPROCESSED)
 @click.option("--requests", "num_requests", type=click.IntRange(min=1), default=1000, show_default=True)
 @click.option("--replicas", type=click.IntRange(min=2), default=3, show_default=True)
-@click.option("--conversations", type=click.IntRange(min=1), default=60, show_default=True)
+@click.option("--conversations", type=click.IntRange(min=1), default=150, show_default=True)
 @click.option("--concurrency", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line instead of a table.")
 def main(
