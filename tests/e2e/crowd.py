@@ -10,21 +10,24 @@ from tests.up_process import PATIENCE_S
 NUM_STREAMS = 20
 MAX_TOKENS = 16
 
-PROMPTS = [f"{number} little mills stood by the river, and" for number in range(2, 2 + NUM_STREAMS)]
+
+def prompts(count: int) -> list[str]:
+    return [f"{number} little mills stood by the river, and" for number in range(2, 2 + count)]
 
 
 class Crowd:
-    """Twenty greedy streams at a time."""
+    """Greedy streams, all at a time."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, num_streams: int = NUM_STREAMS) -> None:
         self._client = client
+        self._num_streams = num_streams
         self.under_way = asyncio.Event()
         """Set when all together have brought a third of their tokens."""
         self.num_moves = 0
         self._num_deltas = 0
 
     async def run(self) -> list[str]:
-        return await asyncio.gather(*map(self._text, PROMPTS))
+        return await asyncio.gather(*map(self._text, prompts(self._num_streams)))
 
     async def _text(self, prompt: str) -> str:
         stream = self._client.generate(
@@ -39,6 +42,6 @@ class Crowd:
         if not isinstance(event, Delta):
             return ""
         self._num_deltas += 1
-        if self._num_deltas >= NUM_STREAMS * MAX_TOKENS // 3:
+        if self._num_deltas >= self._num_streams * MAX_TOKENS // 3:
             self.under_way.set()
         return event.text

@@ -14,10 +14,31 @@ import pytest
 from kvern.client import AsyncClient, Delta, Event, Finished, GenerateOptions, KvernError, PromptLogprobs
 from tests.up_process import PATIENCE_S, UpProcess
 
-from .crowd import PROMPTS, Crowd
+from .crowd import Crowd, prompts
 from .fleet import NUM_REPLICAS, wait_ready
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+KINDS: tuple[GenerateOptions, ...] = (
+    {"seed": 5, "n": 2, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 1, "token_ids": True},
+    {"seed": 6, "regex": "[a-z]+( [a-z]+){40}", "logit_bias": {260: 2.0}},
+    {"temperature": 0.0, "echo": True, "prompt_logprobs": 0, "stop": ["river", "\n\n\n"], "min_tokens": 8},
+)
+"""What has state to be carried over: draws, penalties, a grammar, an echo, a search for stop strings."""
+
+
+async def test_requests_of_every_kind_go_on_elsewhere_exactly(replicas: UpProcess, fleet_client: AsyncClient) -> None:
+    await wait_ready(fleet_client)
+    whole = await asyncio.gather(*(_collect(fleet_client, kind) for kind in KINDS))
+    half_way = asyncio.Event()
+    running = [asyncio.create_task(_collect(fleet_client, kind, half_way)) for kind in KINDS]
+    await half_way.wait()
+    victim = await _engine_with_a_stream(replicas, [f"engine-{index}" for index in range(NUM_REPLICAS)])
+    os.kill(replicas.children()[victim], signal.SIGKILL)
+    survived = await asyncio.gather(*running)
+    assert survived == whole
+    assert sum(answer.num_moves for answer in survived) > 0
 
 
 @pytest.mark.parametrize("name", ["engine-0", "detokenizer-1"])
@@ -29,6 +50,17 @@ async def test_killed_replica_breaks_no_stream(
     running = asyncio.create_task(crowd.run())
     await crowd.under_way.wait()
     os.kill(replicas.children()[name], signal.SIGKILL)
+    assert await running == undisturbed
+    assert crowd.num_moves > 0
+
+
+async def test_killed_engine_breaks_none_of_a_hundred_streams(replicas: UpProcess, fleet_client: AsyncClient) -> None:
+    await wait_ready(fleet_client)
+    undisturbed = await Crowd(fleet_client, 100).run()
+    crowd = Crowd(fleet_client, 100)
+    running = asyncio.create_task(crowd.run())
+    await crowd.under_way.wait()
+    os.kill(replicas.children()["engine-1"], signal.SIGKILL)
     assert await running == undisturbed
     assert crowd.num_moves > 0
 
@@ -56,27 +88,6 @@ async def test_terminated_replica_ends_its_streams_or_hands_them_on(
     await crowd.under_way.wait()
     os.kill(replicas.children()[name], signal.SIGTERM)
     assert await running == undisturbed
-
-
-KINDS: tuple[GenerateOptions, ...] = (
-    {"seed": 5, "n": 2, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 1, "token_ids": True},
-    {"seed": 6, "regex": "[a-z]+( [a-z]+){40}", "logit_bias": {260: 2.0}},
-    {"temperature": 0.0, "echo": True, "prompt_logprobs": 0, "stop": ["river", "\n\n\n"], "min_tokens": 8},
-)
-"""What has state to be carried over: draws, penalties, a grammar, an echo, a search for stop strings."""
-
-
-async def test_requests_of_every_kind_go_on_elsewhere_exactly(replicas: UpProcess, fleet_client: AsyncClient) -> None:
-    await wait_ready(fleet_client)
-    whole = await asyncio.gather(*(_collect(fleet_client, kind) for kind in KINDS))
-    half_way = asyncio.Event()
-    running = [asyncio.create_task(_collect(fleet_client, kind, half_way)) for kind in KINDS]
-    await half_way.wait()
-    victim = await _engine_with_a_stream(replicas, [f"engine-{index}" for index in range(NUM_REPLICAS)])
-    os.kill(replicas.children()[victim], signal.SIGKILL)
-    survived = await asyncio.gather(*running)
-    assert survived == whole
-    assert sum(answer.num_moves for answer in survived) > 0
 
 
 async def test_request_that_brings_down_its_engine_is_poison_for_two_and_no_more(
@@ -132,7 +143,7 @@ class Answer:
 
 async def _collect(client: AsyncClient, kind: GenerateOptions, half_way: asyncio.Event | None = None) -> Answer:
     answer = Answer()
-    async for event in client.generate(PROMPTS[0], max_tokens=48, ignore_eos=True, timeout_s=PATIENCE_S, **kind):
+    async for event in client.generate(prompts(1)[0], max_tokens=48, ignore_eos=True, timeout_s=PATIENCE_S, **kind):
         answer.take(event)
         if half_way is not None and len("".join(answer.text.values())) > 80:
             half_way.set()

@@ -73,16 +73,6 @@ def add_others(engine: EngineHarness, count: int) -> list[Outcome]:
     ]
 
 
-def test_greedy_tokens_among_63_others_equal_transformers(model: LoadedModel, reference_tokens: Reference) -> None:
-    """D17, D02."""
-    engine = harness(model, max_num_seqs=128, max_num_batched_tokens=256)
-    others = add_others(engine, 63)
-    outcomes = {prompt: engine.add(prompt, NUM_TOKENS) for prompt in reference_tokens}
-    engine.run()
-    assert all(len(other.token_ids) == 8 + number for number, other in enumerate(others))
-    assert {prompt: outcome.token_ids for prompt, outcome in outcomes.items()} == reference_tokens
-
-
 def test_greedy_tokens_of_preempted_requests_equal_transformers(
     model: LoadedModel, reference_tokens: Reference
 ) -> None:
@@ -131,10 +121,16 @@ def test_seeded_tokens_in_chunks_of_seven_are_the_same(model: LoadedModel, seede
     assert tokens_of(run_seeded(engine, seeded_tokens)) == seeded_tokens
 
 
-def test_seeded_tokens_among_63_others_are_the_same(model: LoadedModel, seeded_tokens: Reference) -> None:
+def test_greedy_and_seeded_tokens_among_63_others_are_the_same(
+    model: LoadedModel, reference_tokens: Reference, seeded_tokens: Reference
+) -> None:
+    """D17, D02."""
     engine = harness(model, max_num_seqs=128, max_num_batched_tokens=256)
-    add_others(engine, 63)
+    others = add_others(engine, 63)
+    greedy = {prompt: engine.add(prompt, NUM_TOKENS) for prompt in reference_tokens}
     assert tokens_of(run_seeded(engine, seeded_tokens)) == seeded_tokens
+    assert tokens_of(greedy) == reference_tokens
+    assert all(len(other.token_ids) == 8 + number for number, other in enumerate(others))
 
 
 def test_seeded_tokens_of_preempted_requests_are_the_same(model: LoadedModel, seeded_tokens: Reference) -> None:

@@ -112,9 +112,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
-    """Return a free port that leaves a cluster its bus, 10,000 above."""
+    """Return a free port, below those that the system gives out, where a cluster's bus, 10,000 above, is free too."""
     while True:
-        port = random.randrange(20_000, 50_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
+        port = random.randrange(10_000, 22_000)
+        if _is_free(port) and _is_free(port + 10_000):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
