@@ -8,7 +8,7 @@ from kvern.client import AsyncClient, Delta, Event, Finished
 from tests.up_process import PATIENCE_S
 
 NUM_STREAMS = 20
-MAX_TOKENS = 16
+MAX_TOKENS = 12
 
 
 def prompts(count: int) -> list[str]:
