@@ -10,9 +10,9 @@ TURN_S = 0.001
 WRITERS_PER_TURN = 8
 """Writers that go on every TURN_S while more are waiting. A message costs some 50 µs at each service on its way,
 however few tokens it has, so more messages than these serve nobody: they would pile up between here and the client.
-Measured on two cores that everything shares, 256 streams through the router, one run each. All in line as the loop comes
-round: 21,000 tokens/s at most. Four a round, unpaced: 207,000, but 1.2 s late at a tenth of that. Eight a millisecond:
-221,000, and 22 ms late; twelve and sixteen: 132,000, and 25 and 34 ms."""
+Measured on two cores that everything shares, 256 streams through the router, one run each. All in line as the loop
+comes round: 21,000 tokens/s at most. Four a round, unpaced: 207,000, but 1.2 s late at a tenth of that. Eight a
+millisecond: 221,000, and 22 ms late; twelve and sixteen: 132,000, and 25 and 34 ms."""
 
 
 class Turns:
