@@ -12,15 +12,16 @@ from kvern.services.detokenizer.settings import DetokenizerSettings
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.server import GrpcServer
+from kvern.services.runtime.status import Status
 from kvern.services.runtime.text import TokenizerError, load_tokenizer
 from kvern.v1 import replica_pb2_grpc
 
 SERVICE = "kvern.v1.ReplicaService"
 
 
-async def main(settings: DetokenizerSettings) -> None:
+async def main(settings: DetokenizerSettings, status: Status) -> None:
     tokenizer = load_tokenizer(find_model(settings.model, weights=False))
-    server = GrpcServer(settings, [SERVICE])
+    server = GrpcServer(settings, [SERVICE], status)
     engine = EngineClient(settings.engine, server.set_ready)
     servicer = ReplicaServicer(engine, DecoderFactory(tokenizer), settings)
     async with AsyncExitStack() as stack:

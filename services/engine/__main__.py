@@ -21,6 +21,7 @@ from kvern.services.engine.settings import EngineSettings
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.server import GrpcServer
+from kvern.services.runtime.status import Status
 from kvern.v1 import engine_pb2_grpc, replica_pb2
 
 _log = structlog.get_logger("kvern.engine")
@@ -59,13 +60,13 @@ async def _first_of(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def main(settings: EngineSettings) -> None:
+async def main(settings: EngineSettings, status: Status) -> None:
     source = find_model(settings.model)
     starting = starting_info(settings, settings.served_model_name or source.name)
     announcer = Announcer(settings, starting)
     async with (
         announcing(announcer) as announcement,
-        GrpcServer(settings, ["kvern.v1.EngineService"]) as server,
+        GrpcServer(settings, ["kvern.v1.EngineService"], status) as server,
     ):
         servicer = EngineServicer(settings.seed)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server.grpc)

@@ -7,9 +7,10 @@ from kvern.services.gateway.http_server import serve
 from kvern.services.gateway.settings import GatewaySettings
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.process import run_service
+from kvern.services.runtime.status import Status
 
 
-async def main(settings: GatewaySettings) -> None:
+async def main(settings: GatewaySettings, status: Status) -> None:
     async with open_channel(settings.router) as channel:
         gateway = Gateway(channel)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from kvern.services.runtime.settings import Addresses, ServiceSettings
+from kvern.services.runtime.settings import Addresses, ServiceSettings, check_tcp_address
 
 
 class GatewaySettings(ServiceSettings):
@@ -19,8 +19,4 @@ class GatewaySettings(ServiceSettings):
     @field_validator("listen")
     @classmethod
     def _check_listen(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
-        for address in addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or int(port) > 65535:
-                raise ValueError(f"{address} is not host:port")
-        return addresses
+        return tuple(check_tcp_address(address) for address in addresses)

@@ -24,10 +24,11 @@ from kvern.services.router.tokenizer import Tokenizer
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.redis_index import open_redis
 from kvern.services.runtime.server import GrpcServer
+from kvern.services.runtime.status import Status
 
 
-async def main(settings: RouterSettings) -> None:
-    server = GrpcServer(settings, [INFERENCE_SERVICE, ROUTER_SERVICE])
+async def main(settings: RouterSettings, status: Status) -> None:
+    server = GrpcServer(settings, [INFERENCE_SERVICE, ROUTER_SERVICE], status)
 
     def update_readiness() -> None:
         server.set_ready(tokenizer.is_serving and table.has_ready)

@@ -18,6 +18,7 @@ from kvern.services.runtime.listen import ListenError
 from kvern.services.runtime.logs import configure_logs
 from kvern.services.runtime.model_source import ModelNotFound
 from kvern.services.runtime.settings import ServiceSettings, SettingsError
+from kvern.services.runtime.status import Status
 
 EXIT_USAGE = 2
 """A setting is wrong: a supervisor need not try again."""
@@ -32,11 +33,11 @@ _Settings = TypeVar("_Settings", bound=ServiceSettings)
 def run_service(
     name: str,
     settings_class: type[_Settings],
-    main: Callable[[_Settings], Coroutine[Any, Any, None]],
+    main: Callable[[_Settings, Status], Coroutine[Any, Any, None]],
     *,
     expected_errors: tuple[type[Exception], ...] = (),
 ) -> NoReturn:
-    """Parse settings, run `main`, exit.
+    """Parse settings, run `main` while its status is served, exit.
 
     An error a person can act on is one line on stderr and a status, without a traceback: a wrong setting, a taken
     address, a missing model, and what the service names in `expected_errors`.
@@ -52,18 +53,22 @@ def run_service(
     expected: tuple[type[Exception], ...] = (ListenError, ModelNotFound, *expected_errors)
     try:
         with asyncio.Runner(loop_factory=EventLoop) as runner:
-            runner.run(_without_gc_pauses(main(settings)))
+            runner.run(_run(main, settings, Status(name)))
     except expected as error:
         structlog.get_logger("kvern").critical(str(error))
         sys.exit(EXIT_FAILED)
     sys.exit(0)
 
 
-async def _without_gc_pauses(main: Coroutine[Any, Any, None]) -> None:
+async def _run(
+    main: Callable[[_Settings, Status], Coroutine[Any, Any, None]], settings: _Settings, status: Status
+) -> None:
     # What was loaded at start lives for ever: a full collection that walks it would stop the loop for nothing.
     gc.collect()
     gc.freeze()
-    await main
+    # Served to the very end: a drain is when people look.
+    async with status.serving(settings.status_listen):
+        await main(settings, status)
 
 
 def exit_with_parent(parent_pid: int) -> None:

@@ -19,6 +19,7 @@ from kvern.services.runtime.health import HEALTH_SERVICE, HealthServicer
 from kvern.services.runtime.interceptors import ErrorInterceptor
 from kvern.services.runtime.listen import bind, share_with_group
 from kvern.services.runtime.settings import ServiceSettings
+from kvern.services.runtime.status import Status
 
 _log = structlog.get_logger("kvern.server")
 
@@ -26,7 +27,7 @@ _log = structlog.get_logger("kvern.server")
 class GrpcServer:
     """A gRPC server of one service process.
 
-        async with GrpcServer(settings, ["kvern.v1.TokenizerService"]) as server:
+        async with GrpcServer(settings, ["kvern.v1.TokenizerService"], status) as server:
             add_TokenizerServiceServicer_to_server(servicer, server.grpc)
             await server.start()
             server.set_ready(True)
@@ -36,13 +37,14 @@ class GrpcServer:
     flight have `drain_timeout_s` to end.
     """
 
-    def __init__(self, settings: ServiceSettings, services: Sequence[str]) -> None:
+    def __init__(self, settings: ServiceSettings, services: Sequence[str], status: Status) -> None:
+        """status: is told whenever the process becomes ready or stops to be."""
         self._settings = settings
+        self._status = status
         self._services = [*services, ""]
         self._health = HealthServicer()
         self._locks = ExitStack()
         self._stop = asyncio.Event()
-        self._ready = False
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
         """Servicers are added to this one before `start`."""
@@ -70,9 +72,9 @@ class GrpcServer:
 
     def set_ready(self, ready: bool) -> None:
         """Say through the health service whether this process can do its work. Ignored once draining."""
-        if ready == self._ready or self._stop.is_set():
+        if ready == self._status.is_ready or self._stop.is_set():
             return
-        self._ready = ready
+        self._status.is_ready = ready
         _log.info("ready" if ready else "not ready")
         task = asyncio.get_running_loop().create_task(self._set_health(ready=ready))
         self._health_tasks.add(task)
@@ -94,6 +96,7 @@ class GrpcServer:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop.set()
+        self._status.is_ready = False
         with self._locks:
             if exc is None:
                 _log.info("draining", delay_s=self._settings.drain_delay_s, timeout_s=self._settings.drain_timeout_s)

@@ -37,6 +37,14 @@ Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterV
 """`host:port` or `unix:/path`, several by repeating the flag or with commas."""
 
 
+def check_tcp_address(address: str) -> str:
+    """Return `host:port` or `[v6]:port` as it is. Raises ValueError where it is something else."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address} is not host:port")
+    return address
+
+
 def _known_scheme(url: str) -> str:
     if urlsplit(url).scheme not in _REDIS_SCHEMES:
         raise ValueError(f"must begin with one of {', '.join(f'{scheme}://' for scheme in _REDIS_SCHEMES)}")
@@ -70,6 +78,9 @@ class ServiceSettings(BaseSettings):
 
     listen: Addresses
     """Addresses to serve gRPC on: host:port or unix:/path; repeat, or join with commas."""
+
+    status_listen: Annotated[str, AfterValidator(check_tcp_address)] | None = None
+    """host:port to serve /metrics, /healthz and /readyz on, in plain HTTP. Default: nowhere."""
 
     log_level: LogLevel = "info"
     """Least severe event to log."""

@@ -6,6 +6,7 @@ from kvern.services.runtime.model_source import ModelSource, find_model
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.server import GrpcServer
 from kvern.services.runtime.settings import SettingsError
+from kvern.services.runtime.status import Status
 from kvern.services.runtime.text import TokenizerError, load_tokenizer
 from kvern.services.tokenizer.prefix_cache import PrefixCache
 from kvern.services.tokenizer.servicer import TokenizerServicer
@@ -16,10 +17,10 @@ from kvern.v1 import tokenizer_pb2_grpc
 SERVICE = "kvern.v1.TokenizerService"
 
 
-async def main(settings: TokenizerSettings) -> None:
+async def main(settings: TokenizerSettings, status: Status) -> None:
     tokenizers = {name: load_tokenizer(source) for name, source in find_models(settings).items()}
     with Workers() as workers:
-        async with GrpcServer(settings, [SERVICE]) as server:
+        async with GrpcServer(settings, [SERVICE], status) as server:
             servicer = TokenizerServicer(tokenizers, workers, PrefixCache(settings.text_cache_memory))
             tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(servicer, server.grpc)
             await server.start()

@@ -30,6 +30,7 @@ def print_ready(running: LocalSet, console: Console) -> None:
         ("HTTP", f"http://{running.http}/v1"),
         ("capacity", _capacity(engine)),
         ("logs", str(running.logs)),
+        *(("metrics", f"http://{address}/metrics ({name})") for name, address in running.status.items()),
         ("try", _chat_command(server)),
         ("or", _curl_command(str(running.http.reachable), engine.model)),
     ):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvern.services.detokenizer.settings import DetokenizerSettings
@@ -14,7 +15,7 @@ from kvern.services.router.settings import RouterSettings
 from kvern.services.runtime.model_source import ModelSource, find_model
 from kvern.services.runtime.settings import ENV_PREFIX, ServiceSettings, SettingsError
 from kvern.services.tokenizer.settings import TokenizerSettings
-from kvern.supervisor.addresses import Address
+from kvern.supervisor.addresses import Address, parse_address
 from kvern.supervisor.process import ProcessSpec
 from kvern.supervisor.readiness import HealthProbe, PortProbe, Probe, RedisProbe, RouterProbe
 
@@ -56,6 +57,8 @@ class Launch:
 
     model: ModelSource
     specs: list[ProcessSpec]
+    status: Mapping[str, str]
+    """Where each service tells of its health and metrics, by process name. Empty unless it was asked for."""
     drain_timeout_s: float
 
 
@@ -76,11 +79,13 @@ def prepare(options: SetOptions, folder: Path, environ: Mapping[str, str] = os.e
     asked = wiring.engine()
     engine = EngineSettings.load(asked.flags, prog="kvern up", environ=asked.environ)
     model = find_model(engine.model)
-    specs = wiring.specs(engine)
+    specs, status = wiring.specs(engine), {}
     for spec in specs:
-        if (settings := SERVICES.get(_service(spec.name))) is not None:
-            settings.load(spec.flags, prog="kvern up", environ=spec.environ)
-    return Launch(model, specs, engine.drain_timeout_s)
+        if (settings_class := SERVICES.get(_service(spec.name))) is not None:
+            settings = settings_class.load(spec.flags, prog="kvern up", environ=spec.environ)
+            if settings.status_listen is not None:
+                status[spec.name] = settings.status_listen
+    return Launch(model, specs, status, engine.drain_timeout_s)
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
@@ -104,7 +109,7 @@ class _Wiring:
     def specs(self, engine: EngineSettings) -> list[ProcessSpec]:
         indices = range(self._options.replicas)
         threads = self._threads(engine)
-        return [
+        specs = [
             *self._private_redis(),
             self._spec("tokenizer", {"model": engine.model}),
             *(self._spec(f"engine-{index}", threads | self._announcing(index)) for index in indices),
@@ -112,6 +117,7 @@ class _Wiring:
             self._router(),
             self._gateway(),
         ]
+        return specs if engine.status_listen is None else _with_status(specs, parse_address(engine.status_listen))
 
     def engine(self) -> ProcessSpec:
         """Return an engine as the person asked for it: the rest depends on what its settings say."""
@@ -184,6 +190,21 @@ class _Wiring:
 
     def _socket(self, name: str) -> str:
         return f"unix:{self._folder / name}.sock"
+
+
+def _with_status(specs: Sequence[ProcessSpec], first: Address) -> list[ProcessSpec]:
+    """Give each service a port to tell of its health and metrics on, from the first one upwards."""
+    ports = itertools.count(first.port)
+    return [
+        replace(spec, flags=[*_without_status(spec.flags), f"--status-listen={Address(first.host, next(ports))}"])
+        if _service(spec.name) in SERVICES
+        else spec
+        for spec in specs
+    ]
+
+
+def _without_status(flags: Sequence[str]) -> Iterator[str]:
+    return (flag for flag in flags if not flag.startswith("--status-listen="))
 
 
 def _service(name: str) -> str:

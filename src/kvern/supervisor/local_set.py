@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,8 @@ class LocalSet:
     model: ModelSource
     sockets: Path
     logs: Path
+    status: Mapping[str, str]
+    """Where each service tells of its health and metrics, by process name. Empty unless it was asked for."""
     processes: list[ChildProcess]
     drain_timeout_s: float
 
@@ -53,7 +55,15 @@ def open_set(options: SetOptions) -> Iterator[LocalSet]:
         _make_empty(logs)
         processes = [ChildProcess(spec, logs / f"{spec.name}.log", lock.inherited_fd) for spec in launch.specs]
         yield LocalSet(
-            chosen.listen, chosen.http, chosen.replicas, launch.model, sockets, logs, processes, launch.drain_timeout_s
+            chosen.listen,
+            chosen.http,
+            chosen.replicas,
+            launch.model,
+            sockets,
+            logs,
+            launch.status,
+            processes,
+            launch.drain_timeout_s,
         )
     except Exception:
         keep_logs = True

@@ -71,6 +71,8 @@ class AddRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
+    ARRIVED_NS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """The stream's own; never used twice on one stream."""
     priority: _builtins.int
@@ -80,6 +82,12 @@ class AddRequest(_message.Message):
     prompt_logprobs: _builtins.int
     age_s: _builtins.float
     """Since the request came to its router, in seconds. It runs before younger ones."""
+    arrived_ns: _builtins.int
+    """When it came to the replica's front door, in nanoseconds of the machine's monotonic clock, which both share. What a
+    client waits for is counted from here.
+    """
+    traceparent: _builtins.str
+    """W3C Trace Context of the front door's span. Empty: the request is not traced."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -118,10 +126,12 @@ class AddRequest(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         resumed: _abc.Iterable[Global___ResumedChoice] | None = ...,
         age_s: _builtins.float = ...,
+        arrived_ns: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache", b"cache", "constraint", b"constraint", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "age_s", b"age_s", "bad_words", b"bad_words", "cache", b"cache", "constraint", b"constraint", "id", b"id", "logprobs", b"logprobs", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "resumed", b"resumed", "sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "age_s", b"age_s", "arrived_ns", b"arrived_ns", "bad_words", b"bad_words", "cache", b"cache", "constraint", b"constraint", "id", b"id", "logprobs", b"logprobs", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "resumed", b"resumed", "sampling", b"sampling", "stopping", b"stopping", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

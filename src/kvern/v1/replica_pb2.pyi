@@ -270,6 +270,7 @@ class ReplicaLoad(_message.Message):
     NUM_FAILED_CHOICES_FIELD_NUMBER: _builtins.int
     NUM_PARKED_FIELD_NUMBER: _builtins.int
     PREDICTED_WAIT_S_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_waiting: _builtins.int
     num_used_blocks: _builtins.int
@@ -284,6 +285,8 @@ class ReplicaLoad(_message.Message):
     """Requests that stand still because their readers do not keep up."""
     predicted_wait_s: _builtins.float
     """How long a request that comes now will wait until it is first computed, in seconds; 0 where too little is known."""
+    stalled: _builtins.bool
+    """A step takes so long that something must be wrong."""
     def __init__(
         self,
         *,
@@ -295,10 +298,11 @@ class ReplicaLoad(_message.Message):
         num_failed_choices: _builtins.int = ...,
         num_parked: _builtins.int = ...,
         predicted_wait_s: _builtins.float = ...,
+        stalled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_failed_choices", b"num_failed_choices", "num_parked", b"num_parked", "num_running", b"num_running", "num_streams", b"num_streams", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "predicted_wait_s", b"predicted_wait_s", "queued_prefill_tokens", b"queued_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_failed_choices", b"num_failed_choices", "num_parked", b"num_parked", "num_running", b"num_running", "num_streams", b"num_streams", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "predicted_wait_s", b"predicted_wait_s", "queued_prefill_tokens", b"queued_prefill_tokens", "stalled", b"stalled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.server import GrpcServer
 from kvern.services.runtime.settings import ServiceSettings
+from kvern.services.runtime.status import Status
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -21,7 +22,7 @@ def make_settings(tmp_path: Path) -> ServiceSettings:
 async def test_drain_tells_health_watchers_and_does_not_wait_for_them(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with open_channel(settings.listen[0]) as channel:
-        async with GrpcServer(settings, ["kvern.v1.Test"]) as server:
+        async with GrpcServer(settings, ["kvern.v1.Test"], Status("test")) as server:
             await server.start()
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="kvern.v1.Test"))
             assert (await watch.read()).status == NOT_SERVING
@@ -43,7 +44,7 @@ async def test_drain_waits_for_calls_in_flight(tmp_path: Path) -> None:
     started = asyncio.Event()
     handler = grpc.unary_unary_rpc_method_handler(slow)  # type: ignore[arg-type]
     async with open_channel(settings.listen[0]) as channel:
-        async with GrpcServer(settings, []) as server:
+        async with GrpcServer(settings, [], Status("test")) as server:
             server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Slow": handler}),))
             await server.start()
             call = channel.unary_unary("/test/Slow")(b"x")

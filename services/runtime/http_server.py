@@ -1,0 +1,69 @@
+"""An HTTP server inside a service's event loop, which leaves signals to the service."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvern.services.runtime.listen import ListenError
+
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: they would stop it listening before load balancers have noticed."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, sockets: Sequence[socket.socket], *, grace_s: float) -> AsyncIterator[None]:
+    """Serve while the block runs. Then requests in flight have `grace_s` seconds to end."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=math.ceil(grace_s),
+        )
+    )
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(server.serve(list(sockets)))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+
+
+def bind(address: str) -> socket.socket:
+    """Listen on `host:port`. Raises ListenError."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen(_BACKLOG)
+            opened.pop_all()
+    except OSError as error:
+        raise ListenError(f"listen: cannot bind {address}: {error.strerror}") from error
+    return listener

@@ -1,0 +1,64 @@
+"""What a process tells over plain HTTP of how it is: /metrics, /healthz and /readyz.
+
+Kubelet probes these rather than gRPC's health service: it can dial neither a Unix socket nor a TLS port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from kvern.services.runtime.http_server import bind, serving
+from kvern.services.runtime.metrics import CONTENT_TYPE, new_registry, render
+
+_GRACE_S = 1.0
+
+
+class Status:
+    """A process's health and metrics. All methods belong to the event loop."""
+
+    def __init__(self, service: str) -> None:
+        self.registry = new_registry(service)
+        """The service adds its metrics here."""
+        self.is_ready = False
+        """Whether new work may be sent here."""
+        self.find_trouble: Callable[[], str] = str
+        """Returns what only a restart can mend, or nothing. A process that still loads has no such trouble."""
+
+    @asynccontextmanager
+    async def serving(self, address: str | None) -> AsyncIterator[None]:
+        """Serve on `host:port` while the block runs; None serves nowhere. Raises ListenError."""
+        if address is None:
+            yield
+            return
+        async with serving(self._app(), [bind(address)], grace_s=_GRACE_S):
+            yield
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/metrics", self._metrics),
+                Route("/healthz", self._healthz),
+                Route("/readyz", self._readyz),
+            ]
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        # Thousands of series take milliseconds, in which the loop would stand still.
+        text = await asyncio.to_thread(render, self.registry)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    async def _healthz(self, request: Request) -> Response:
+        trouble = self.find_trouble()
+        return PlainTextResponse(f"{trouble or 'ok'}\n", status_code=503 if trouble else 200)
+
+    async def _readyz(self, request: Request) -> Response:
+        if self.is_ready:
+            return PlainTextResponse("ready\n")
+        return PlainTextResponse("not ready\n", status_code=503)
