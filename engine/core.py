@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from kvern.engine.errors import RequestRefused
-from kvern.engine.plan import FirstScheduled, Plan, Runner, StepResult, Submission
+from kvern.engine.plan import FirstScheduled, Plan, Runner, StepResult, StepStats, Submission
 from kvern.engine.request import Request
 from kvern.engine.scheduler import Scheduler
 
@@ -76,6 +76,19 @@ class Refused:
 Output = StepResult | Refused
 
 
+class _Stopwatch:
+    """Splits the time that passes among those who take it."""
+
+    def __init__(self) -> None:
+        self._taken_at_ns = time.perf_counter_ns()
+
+    def take_ns(self) -> int:
+        """Return the nanoseconds since the last call."""
+        now_ns = time.perf_counter_ns()
+        passed_ns, self._taken_at_ns = now_ns - self._taken_at_ns, now_ns
+        return passed_ns
+
+
 class EngineCore:
     """Runs on a thread of its own, which alone touches scheduler, pool and device. No locks: commands come by a queue
     and are applied between steps; results leave through `emit`."""
@@ -89,6 +102,10 @@ class EngineCore:
         self._in_flight: deque[tuple[Plan, Submission]] = deque()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._stopping = False
+        self._stopwatch = _Stopwatch()
+        self._emit_ns = 0
+        self.is_idle = False
+        """Whether the loop waits for something to do. Read by any thread."""
         self.last_step_at = time.monotonic()
         """When the last step ended, or the engine last had nothing to do, by time.monotonic(). Read by any thread."""
         self.expected_step_s: float | None = None
@@ -104,9 +121,7 @@ class EngineCore:
             self._apply_commands(emit)
             if self._stopping:
                 return
-            plan = self._scheduler.schedule()
-            if plan.first_scheduled:
-                emit(self._result(scheduled=plan.first_scheduled))
+            plan = self._schedule(emit)
             if plan:
                 self.expected_step_s = self._scheduler.expected_step_s(plan)
                 self._in_flight.append((plan, self._runner.submit(plan)))
@@ -115,15 +130,30 @@ class EngineCore:
             while len(self._in_flight) > self._depth or (self._in_flight and not plan):
                 self._commit(*self._in_flight.popleft(), emit)
 
+    def _schedule(self, emit: Callable[[Output], None]) -> Plan:
+        commands_ns = self._stopwatch.take_ns()
+        plan = self._scheduler.schedule()
+        times = plan.times
+        times.commands_ns, times.schedule_ns = commands_ns, self._stopwatch.take_ns()
+        if plan.first_scheduled:
+            emit(self._result(scheduled=plan.first_scheduled))
+        times.emit_ns, self._emit_ns = self._emit_ns + self._stopwatch.take_ns(), 0
+        return plan
+
     def _commit(self, plan: Plan, submission: Submission, emit: Callable[[Output], None]) -> None:
         sampled = submission.result()
         now = time.monotonic()
         # With steps in flight, what counts is how far apart they end.
-        self._scheduler.observe(plan, now - self.last_step_at)
+        seconds = now - self.last_step_at
+        self._scheduler.observe(plan, seconds)
         self.last_step_at = now
+        self._stopwatch.take_ns()  # what passed so far is the runner's to tell
         result = self._scheduler.commit(plan, sampled)
         result.cache_events = self._scheduler.pool.take_events()
+        plan.times.commit_ns = self._stopwatch.take_ns()
+        result.step = StepStats(len(plan.entries), plan.num_tokens, seconds, plan.times)
         emit(result)
+        self._emit_ns = self._stopwatch.take_ns()
 
     def _result(self, scheduled: Sequence[FirstScheduled] = ()) -> StepResult:
         """Return what there is to tell beside what steps bring."""
@@ -133,13 +163,16 @@ class EngineCore:
     def _apply_commands(self, emit: Callable[[Output], None]) -> None:
         """Apply what has arrived; with nothing to run and nothing in flight, wait for something to do."""
         while not self._stopping:
-            is_idle = not self._in_flight and not self._scheduler.has_work
+            self.is_idle = is_idle = not self._in_flight and not self._scheduler.has_work
             try:
                 command = self._commands.get(block=is_idle)
             except Empty:
                 return
             if is_idle:
+                # In this order: whoever reads both must not take the wait for work.
                 self.last_step_at = time.monotonic()
+                self.is_idle = False
+                self._stopwatch.take_ns()
             self._apply(command, emit)
 
     def _apply(self, command: Command, emit: Callable[[Output], None]) -> None:

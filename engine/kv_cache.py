@@ -11,12 +11,13 @@ from torch import Tensor
 from kvern.engine.config import EngineConfig
 from kvern.engine.errors import ConfigError
 from kvern.engine.memory import available_bytes
-from kvern.engine.model import LoadedModel, ModelShape
+from kvern.engine.model.config import ModelShape
+from kvern.engine.model.loader import LoadedModel
+from kvern.engine.sizes import GPU_UTILIZATION, kv_block_bytes, left_for_kv
 
 logger = logging.getLogger(__name__)
 
 _CPU_UTILIZATION = 0.25
-_GPU_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,6 @@ class PoolSize:
     num_blocks: int
     max_model_len: int
     """Tokens, prompt and output together."""
-
-
-def kv_block_bytes(model: ModelShape, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers, keys and values."""
-    return model.num_layers * 2 * model.num_kv_heads * block_size * model.head_dim * dtype.itemsize
 
 
 def allocate_kv(model: LoadedModel, block_size: int, num_blocks: int) -> Tensor:
@@ -74,7 +70,7 @@ def _wanted_model_len(config: EngineConfig, model: ModelShape) -> int:
 def _num_blocks(config: EngineConfig, model: LoadedModel, model_len: int) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
-    block_bytes = kv_block_bytes(model.config, config.block_size, model.dtype)
+    block_bytes = kv_block_bytes(model.config, config.block_size, model.dtype.itemsize)
     field = "kv_cache_memory" if config.kv_cache_memory is not None else "gpu_memory_utilization"
     kv_bytes = config.kv_cache_memory if config.kv_cache_memory is not None else _kv_bytes(config, model.device)
     if kv_bytes < block_bytes:
@@ -92,7 +88,7 @@ def _kv_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type == "cpu":
         return int(available_bytes() * (_CPU_UTILIZATION if share is None else share))
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * (_GPU_UTILIZATION if share is None else share)) - (total - free)
+    return left_for_kv(total, GPU_UTILIZATION if share is None else share, used_bytes=total - free)
 
 
 def _too_long(config: EngineConfig, wanted_len: int, pool_tokens: int) -> str:

@@ -38,6 +38,39 @@ class FirstScheduled:
 
 
 @dataclass(slots=True)
+class StepTimes:
+    """Where the time of one step went on the host, in nanoseconds. What a runner does not measure stays 0.
+
+    On a device that works by itself launching takes little, and waiting for the device is counted as `forward`: there
+    its time is seen, sampling's included. With a step in flight it is the part that the host's own work did not hide.
+    """
+
+    commands_ns: int = 0
+    """Taking in what arrived. Waiting for something to do is not counted."""
+    schedule_ns: int = 0
+    prepare_ns: int = 0
+    """Laying out the step's inputs."""
+    forward_ns: int = 0
+    """Running the model, up to the logits."""
+    sample_ns: int = 0
+    """Drawing tokens. Where grammars have a say this may be after the next step was planned."""
+    commit_ns: int = 0
+    emit_ns: int = 0
+    """Handing on the results before this step's, and that it computes requests for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """How large one step was, and what it took."""
+
+    num_seqs: int
+    num_tokens: int
+    seconds: float
+    """From the end of the step before, or since there was something to do, to its own end."""
+    times: StepTimes
+
+
+@dataclass(slots=True)
 class Plan:
     """One step: who runs how many tokens."""
 
@@ -49,6 +82,8 @@ class Plan:
     """(source, destination) blocks to copy before the step: a shared partial block is about to be written."""
     first_scheduled: list[FirstScheduled] = field(default_factory=list)
     """Requests that this step computes for the first time."""
+    times: StepTimes = field(default_factory=StepTimes)
+    """Whoever works on the step adds to them."""
 
     @property
     def num_tokens(self) -> int:
@@ -144,6 +179,9 @@ class Load:
     """Known tokens not computed yet."""
     num_failed_choices: int = 0
     """Choices ended since the start because their logits were not numbers."""
+    num_parked: int = 0
+    num_preemptions: int = 0
+    """How often since the start a request's blocks were taken from it."""
 
 
 @dataclass(slots=True)
@@ -162,3 +200,5 @@ class StepResult:
     cache_events: list[CacheEvent] = field(default_factory=list)
     """What became cached and what stopped to be since the result before, in order, where the pool records it."""
     load: Load = field(default_factory=Load)
+    step: StepStats | None = None
+    """None where this is not what a step brought."""

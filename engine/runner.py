@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,8 +17,8 @@ from kvern.engine.grammar_rows import GrammarRows, find_grammar_rows
 from kvern.engine.kv_cache import allocate_kv
 from kvern.engine.logits_processors import LogitsEdit
 from kvern.engine.logprobs import DeviceLogprobs, gather_logprobs
-from kvern.engine.model import LoadedModel
-from kvern.engine.plan import Plan, PromptLogprobs, SampledToken, TokenLogprobs
+from kvern.engine.model.loader import LoadedModel
+from kvern.engine.plan import Plan, PromptLogprobs, SampledToken, StepTimes, TokenLogprobs
 from kvern.engine.sampler import Sample, sample
 from kvern.engine.sampling_state import LogprobRows
 from kvern.kernels.paged_attention import plan_attention, warm_up
@@ -89,16 +90,25 @@ class StepSubmission:
     prompts: list[LaunchedPrompt]
     draw: Callable[[], LaunchedSample] | None
     """Samples the step. None once that is done, and where no entry samples."""
+    times: StepTimes
     drawn: LaunchedSample | None = None
 
     def finish(self) -> None:
         """Sample the step, if that is still to be done."""
         if self.draw is not None:
+            started_ns = time.perf_counter_ns()
             self.drawn, self.draw = self.draw(), None
+            self.times.sample_ns += time.perf_counter_ns() - started_ns
 
     def result(self) -> list[SampledToken]:
         """Wait for the step. One item per plan entry, in order."""
         self.finish()
+        started_ns = time.perf_counter_ns()
+        tokens = self._on_host()
+        self.times.forward_ns += time.perf_counter_ns() - started_ns
+        return tokens
+
+    def _on_host(self) -> list[SampledToken]:
         drawn = self.drawn.on_host() if self.drawn is not None else iter(())
         tokens = [next(drawn) if samples else SampledToken(None) for samples in self.samples]
         for launched in self.prompts:
@@ -132,7 +142,7 @@ class ModelRunner:
             eos_token_ids=model.eos_token_ids,
             device=model.device,
         )
-        self._last = StepSubmission([], [], None)
+        self._last = StepSubmission([], [], None, StepTimes())
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> StepSubmission:
@@ -140,14 +150,18 @@ class ModelRunner:
         self._last.finish()
         if not plan.entries:
             self._batch.forget(plan.removed_ids)
-            return StepSubmission([], [], None)
+            return StepSubmission([], [], None, plan.times)
+        started_ns = time.perf_counter_ns()
         self._copy_blocks(plan.block_copies)
         inputs = self._batch.prepare(plan)
+        prepared_ns = time.perf_counter_ns()
         hidden = self._run(inputs)
         prompts = [LaunchedPrompt(prompt, self._predict(hidden, prompt)) for prompt in inputs.prompts]
         grammars = find_grammar_rows([entry.request for entry in plan.entries if entry.samples])
         draw = self._prepare_draw(hidden, inputs, grammars)
-        self._last = StepSubmission([entry.samples for entry in plan.entries], prompts, draw)
+        plan.times.prepare_ns = prepared_ns - started_ns
+        plan.times.forward_ns = time.perf_counter_ns() - prepared_ns
+        self._last = StepSubmission([entry.samples for entry in plan.entries], prompts, draw, plan.times)
         if grammars is None:
             self._last.finish()
         return self._last

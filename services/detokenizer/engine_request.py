@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvern.services.detokenizer.turns import Turns
 from kvern.services.runtime.errors import ServiceError
 from kvern.services.runtime.slow_reader import ReaderWatch
+from kvern.services.runtime.tracing import current_span
 from kvern.v1 import engine_pb2
 
 MAX_BUFFERED_TOKENS = 1024
@@ -55,6 +56,7 @@ class EngineRequest:
         send: Callable[[engine_pb2.ConnectRequest], None],
         reader: ReaderWatch,
         turns: Turns,
+        on_park: Callable[[], None],
     ) -> None:
         self.id = request_id
         self.is_parked = False
@@ -62,8 +64,10 @@ class EngineRequest:
         self.num_tokens_ahead = 0
         """Prompt tokens that were queued in the engine when it was submitted."""
         self._send = send
+        self._span = current_span()
         self._reader = reader
         self._turns = turns
+        self._on_park = on_park
         self._running = set(choices)
         self._news = News()
         self._has_news = False
@@ -154,6 +158,8 @@ class EngineRequest:
 
     def _park(self) -> None:
         self.is_parked = True
+        self._on_park()
+        self._span.add_event("parked")
         self._reader.hold()
         self._send(engine_pb2.ConnectRequest(park=engine_pb2.ParkRequest(id=self.id)))
 

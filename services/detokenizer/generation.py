@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvern.services.detokenizer import logprobs
 from kvern.services.detokenizer.choice import Choice
 from kvern.services.detokenizer.engine_request import ChoiceNews, EngineRequest, News
 from kvern.services.detokenizer.frames import delta_frames, event_frame, finished_frame, prompt_logprobs_frames
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
+from kvern.services.detokenizer.metrics import ABORT, ERROR, ModelMetrics
 from kvern.services.detokenizer.replay import after_sent, end_of
 from kvern.services.detokenizer.stop_strings import StopStringMatcher
 from kvern.services.runtime.errors import InvalidArgument
+from kvern.services.runtime.tracing import current_span
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
 
@@ -26,8 +29,11 @@ class Generation:
         info: replica_pb2.EngineInfo,
         decoders: DecoderFactory,
         arrived_at: float,
+        metrics: ModelMetrics,
     ) -> None:
         self._request = request
+        self._metrics = metrics
+        self._has_tokens = False
         self._info = info
         self._arrived_at = arrived_at
         self._scheduled_at = arrived_at
@@ -46,6 +52,11 @@ class Generation:
     def unfinished(self) -> list[int]:
         """Indices of the choices that are for the engine to generate."""
         return [choice.index for choice in self._choices.values() if not choice.is_finished]
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all choices so far, those of a stream that is resumed included."""
+        return sum(choice.num_tokens for choice in self._choices.values())
 
     async def replay(self, max_tokens: int) -> list[engine_pb2.ResumedChoice]:
         """Take in what a broken stream had brought, if one is resumed. Return what the engine is to go on from.
@@ -67,6 +78,18 @@ class Generation:
                 resumed.append(engine_pb2.ResumedChoice(index=progress.index, token_ids=progress.token_ids))
             await asyncio.sleep(0)  # others come in between
         return resumed
+
+    @contextmanager
+    def counting_ends(self) -> Iterator[None]:
+        """Count the choices that the block leaves without a Finished: aborted if cancelled, failed if it fails."""
+        reason = ABORT
+        try:
+            yield
+        except Exception:
+            reason = ERROR
+            raise
+        finally:
+            self._metrics.count_ends(reason, self._num_open)
 
     async def frames(self, engine_request: EngineRequest | None) -> AsyncIterator[replica_pb2.ServeResponse]:
         """Yield Started at once, the rest as news comes. Raises Unavailable, InvalidArgument if the engine refuses.
@@ -128,8 +151,13 @@ class Generation:
             raise InvalidArgument(end.refusal.field or "request", end.refusal.message)
         if choice.first_token_at is None and news.token_ids:
             choice.first_token_at = news.came_at
+            if not self._has_tokens:
+                self._has_tokens = True
+                current_span().add_event("first_token")
+                self._metrics.first_token.observe(news.came_at - self._arrived_at)
         num_tokens = choice.num_tokens
         text = choice.take_lead() + self._take_tokens(choice, news.token_ids, end)
+        self._metrics.tokens.inc(choice.num_tokens - num_tokens)
         if choice.matched_stop is not None and end is None:
             engine_request.abort_choice(choice.index)
         told: list[inference_pb2.TokenLogprobs] = []
@@ -173,7 +201,9 @@ class Generation:
     def _deltas(
         self, choice: Choice, text: str, told: list[inference_pb2.TokenLogprobs]
     ) -> Iterator[replica_pb2.ServeResponse]:
-        return delta_frames(choice, text, told, tells_ids=self._request.output.token_ids)
+        sent = choice.text_bytes
+        yield from delta_frames(choice, text, told, tells_ids=self._request.output.token_ids)
+        self._metrics.text_bytes.inc(choice.text_bytes - sent)
 
     def _finished(self, choice: Choice, end: engine_pb2.ChoiceEnd | None) -> replica_pb2.ServeResponse:
         finished = inference_pb2.Finished(
@@ -192,6 +222,7 @@ class Generation:
             if end.HasField("stop_token_id"):
                 finished.stop_token_id = end.stop_token_id
         self._num_open -= 1
+        self._metrics.count_finished(finished.reason)
         return finished_frame(finished, choice)
 
     def _timing(self, choice: Choice, end: engine_pb2.ChoiceEnd | None) -> inference_pb2.Timing:

@@ -16,11 +16,16 @@ from kvern.services.engine.announcer import Announcer, announcing
 from kvern.services.engine.engine_thread import EngineThread
 from kvern.services.engine.grammars import Grammars
 from kvern.services.engine.index_writer import StaleEpoch
+from kvern.services.engine.metrics import EngineMetrics
 from kvern.services.engine.servicer import EngineServicer, ServedEngine
 from kvern.services.engine.settings import EngineSettings
+from kvern.services.engine.stall_watch import StallWatch, watching
+from kvern.services.engine.vllm_metrics import VllmMetrics
+from kvern.services.runtime.certificates import certificate_files, watch_certificates
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.server import GrpcServer
+from kvern.services.runtime.stall import STALL_RULE, StallRule
 from kvern.services.runtime.status import Status
 from kvern.v1 import engine_pb2_grpc, replica_pb2
 
@@ -60,23 +65,34 @@ async def _first_of(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def main(settings: EngineSettings, status: Status) -> None:
+async def main(settings: EngineSettings, status: Status, stall_rule: StallRule = STALL_RULE) -> None:
     source = find_model(settings.model)
     starting = starting_info(settings, settings.served_model_name or source.name)
     announcer = Announcer(settings, starting)
+    metrics = EngineMetrics(status.registry, starting.model, announcer.writer)
+    watch_certificates(status.registry, certificate_files(settings.redis))
+    if settings.vllm_metrics:
+        VllmMetrics(status.registry, metrics, settings)
     async with (
         announcing(announcer) as announcement,
         GrpcServer(settings, ["kvern.v1.EngineService"], status) as server,
     ):
-        servicer = EngineServicer(settings.seed)
+        servicer = EngineServicer(settings.seed, metrics.requests, status.tracer)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server.grpc)
         await server.start()
 
         def on_output(output: Output) -> None:
             announcer.on_output(output)
+            metrics.on_output(output)
             servicer.on_output(output)
 
+        def on_stall(is_stuck: bool) -> None:
+            server.set_ready(not is_stuck)
+            servicer.tell_stalled(is_stuck)
+
         thread = EngineThread(settings.engine_config(source.path), on_output)
+        watch = StallWatch(thread, on_stall, stall_rule)
+        status.find_trouble = watch.find_trouble
         thread.start()
         stop = asyncio.create_task(server.wait_for_stop())
         await _first_of(thread.loaded, announcement, stop)
@@ -91,14 +107,17 @@ async def main(settings: EngineSettings, status: Status) -> None:
         grammars = Grammars(source, engine)
         servicer.start_serving(ServedEngine(thread, info, grammars))
         announcer.start_serving(thread, info)
+        metrics.start_serving(thread, watch, info)
         server.set_ready(True)
-        await _first_of(thread.ended, announcement, stop)
+        async with watching(watch):
+            await _first_of(thread.ended, announcement, stop)
         for ended in (thread.ended, announcement):
             if ended.done():
                 ended.result()  # raises what the engine died of, or why it must
         announcer.start_draining()
     await grammars.close()
-    await thread.stop()
+    if not watch.is_stuck:  # or it would never end, and the process with it
+        await thread.stop()
 
 
 if __name__ == "__main__":

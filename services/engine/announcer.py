@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -33,6 +32,11 @@ class Announcer:
         self._redis = None if settings.redis is None else open_redis(settings.redis)
         self._writer = None if self._redis is None else IndexWriter(self._redis, self.entry, self._take_snapshot)
 
+    @property
+    def writer(self) -> IndexWriter | None:
+        """What feeds the index. None without a Redis."""
+        return self._writer
+
     def entry(self) -> RegistryEntry:
         """Return what the registry is told now."""
         info, load = self._info, self._load
@@ -52,7 +56,7 @@ class Announcer:
                 num_used_blocks=load.num_used_blocks,
                 queued_prefill_tokens=load.queued_prefill_tokens,
             ),
-            step_age_s=self._step_age_s,
+            step_age_s=self._thread.step_age_s if self._thread is not None else 0.0,
             expected_step_s=self._thread.expected_step_s if self._thread is not None else 0.0,
         )
 
@@ -89,12 +93,6 @@ class Announcer:
         self._state = state
         if self._writer is not None:
             self._writer.announce()
-
-    @property
-    def _step_age_s(self) -> float:
-        if self._thread is None or not self._load.num_running + self._load.num_waiting:
-            return 0.0
-        return max(0.0, time.monotonic() - self._thread.last_step_at)
 
     async def _take_snapshot(self) -> list[bytes]:
         if self._thread is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,22 +38,25 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._may_emit = threading.Event()
         self._may_emit.set()
+        self._went_on_at = 0.0
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
 
     @property
-    def last_step_at(self) -> float:
-        """As `EngineCore.last_step_at`. Only after `loaded`."""
-        assert self._core is not None
-        return self._core.last_step_at
+    def step_age_s(self) -> float:
+        """Seconds since the last step ended. 0 where there is nothing to do: before the engine is loaded, without work,
+        and while it is paused."""
+        core = self._core
+        if core is None or core.is_idle or not self._may_emit.is_set():
+            return 0.0
+        return max(0.0, time.monotonic() - max(core.last_step_at, self._went_on_at))
 
     @property
     def expected_step_s(self) -> float:
-        """Seconds that the step under way should take, 0 where nothing is known. Only after `loaded`."""
-        assert self._core is not None
-        return self._core.expected_step_s or 0.0
+        """Seconds that the step under way should take, 0 where nothing is known."""
+        return (self._core.expected_step_s or 0.0) if self._core is not None else 0.0
 
     def send(self, command: Command) -> None:
         """Hand a command to the core. Only after `loaded`."""
@@ -64,7 +68,9 @@ class EngineThread:
         self._may_emit.clear()
 
     def go_on(self) -> None:
-        self._may_emit.set()
+        if not self._may_emit.is_set():
+            self._went_on_at = time.monotonic()
+            self._may_emit.set()
 
     async def stop(self) -> None:
         """End the loop after the step under way, if the engine was loaded."""

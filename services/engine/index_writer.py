@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from enum import StrEnum
 
 import structlog
 
@@ -33,6 +34,22 @@ CLOSE_TIMEOUT_S = 1.0
 _log = structlog.get_logger("kvern.index")
 
 
+class ResyncReason(StrEnum):
+    """Why the index is sent a snapshot."""
+
+    START = "start"
+    SHARD = "shard"
+    """It writes to another shard now."""
+    MISMATCH = "mismatch"
+    """A heartbeat found that the index is not what was sent."""
+    GAP = "gap"
+    """A delta did not fit."""
+    INCOMPLETE = "incomplete"
+    """Not all of the snapshot before arrived, or it came too late."""
+    ERROR = "error"
+    """A command failed, and may or may not have been carried out."""
+
+
 class IndexWriter:
     """One start of one replica. `run` works until cancelled; Redis may be away, it goes on trying.
 
@@ -48,7 +65,14 @@ class IndexWriter:
     ) -> None:
         """entry: what to say of this replica now; its id and epoch stay the same. snapshot: all resident digests as of
         some moment after the call, such that all events before it have been recorded by the time it is awaited."""
-        self.num_resyncs = 0
+        self.resyncs = dict.fromkeys(ResyncReason, 0)
+        """How many snapshots were begun, by why the last one before was not good any more."""
+        self.num_matches = 0
+        self.num_mismatches = 0
+        """How often a heartbeat compared the index with what was sent, and found it the same or not."""
+        self.is_up: bool | None = None
+        """Whether Redis answered the last heartbeat, or no command failed since. None before the first answer."""
+        self._resync_reason = ResyncReason.START
         self._index = ReplicaIndex(redis)
         self._entry = entry
         self._snapshot = snapshot
@@ -66,7 +90,17 @@ class IndexWriter:
         self._num_shards = 1
         self._next_upkeep_s = 0.0
         self._dead: set[tuple[str, int]] = set()
-        self._is_away = False
+
+    @property
+    def num_resyncs(self) -> int:
+        return sum(self.resyncs.values())
+
+    @property
+    def num_pending(self) -> int:
+        """Changes that the index has not been told."""
+        if self._overlay is not None:
+            return len(self._overlay)
+        return len(self._pending) if self._pending is not None else 0
 
     def record(self, events: Sequence[CacheEvent]) -> None:
         """Take what happened in the block pool, in order. Call on the event loop's thread."""
@@ -139,7 +173,7 @@ class IndexWriter:
         shard = home_shard(entry, self._num_shards)
         if self._shard is not None and shard != self._shard:
             self._left_shards.add(self._shard)
-            self._lose("moved to another shard")
+            self._lose(ResyncReason.SHARD)
         self._shard = shard
 
     async def _sweep(self) -> None:
@@ -157,11 +191,18 @@ class IndexWriter:
         beat = await self._index.heartbeat(self._keys, entry, self._position)
         if beat.epoch_before < entry.epoch:
             await self._index.forget(self._shard, entry.replica, beat.epoch_before)
-        if self._is_exact and not beat.is_exact:
-            self._lose("the index is not what was sent")
+        if self._is_exact:
+            self._audit(beat.is_exact)
         if beat.num_replicas > MAX_SHARD_REPLICAS:
             self._num_shards *= 2
             self._next_upkeep_s = 0.0
+
+    def _audit(self, is_match: bool) -> None:
+        if is_match:
+            self.num_matches += 1
+        else:
+            self.num_mismatches += 1
+            self._lose(ResyncReason.MISMATCH)
 
     async def _keep_exact(self) -> None:
         backoff_s = MIN_BACKOFF_S
@@ -172,16 +213,16 @@ class IndexWriter:
                 await (self._flush() if self._is_exact else self._resync())
                 backoff_s = MIN_BACKOFF_S
             except REDIS_ERRORS as error:
-                # Whether the last command was carried out is not known.
-                self._lose(None)
+                self._lose(ResyncReason.ERROR)
                 self._note_failure(error)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1))
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    def _lose(self, reason: str | None) -> None:
-        """Have a snapshot sent. reason: None where it is in the log already."""
-        if self._is_exact and reason is not None:
-            _log.info("snapshot due", reason=reason)
+    def _lose(self, reason: ResyncReason) -> None:
+        """Have a snapshot sent."""
+        if self._is_exact and reason is not ResyncReason.ERROR:  # errors are in the log already
+            _log.info("snapshot due", reason=reason.value)
+        self._resync_reason = reason
         self._is_exact = False
         self._pending = None
         self._changed.set()
@@ -202,11 +243,11 @@ class IndexWriter:
             if is_exact:
                 self._position = after
             else:
-                self._lose("a delta did not fit")
+                self._lose(ResyncReason.GAP)
             return is_exact
 
     async def _resync(self) -> None:
-        self.num_resyncs += 1
+        self.resyncs[self._resync_reason] += 1
         await asyncio.sleep(random.uniform(0, RESYNC_JITTER_S))
         # First, so that the engine is not asked while Redis is away.
         async with self._turn:
@@ -223,7 +264,7 @@ class IndexWriter:
             self._position = position
             self._is_exact = is_whole and self._pending is not None and shard == self._shard
         if not self._is_exact:
-            self._lose(None)
+            self._lose(ResyncReason.INCOMPLETE)
         elif self._pending:
             self._changed.set()
         await self._leave_shards()
@@ -247,14 +288,14 @@ class IndexWriter:
             self._left_shards.discard(shard)
 
     def _note_failure(self, error: Exception) -> None:
-        if not self._is_away:
+        if self.is_up is not False:
             _log.warning("redis does not answer", error=str(error) or type(error).__name__)
-        self._is_away = True
+        self.is_up = False
 
     def _note_answer(self) -> None:
-        if self._is_away:
+        if self.is_up is False:
             _log.info("redis answers again")
-        self._is_away = False
+        self.is_up = True
 
 
 def _members(digests: Iterable[bytes]) -> set[bytes]:

@@ -16,6 +16,7 @@ from kvern.engine.core import Abort, Add, Output, Park, Refused, Unpark
 from kvern.engine.errors import RequestRefused
 from kvern.engine.grammar import Grammar
 from kvern.engine.plan import PromptLogprobs, StepResult, TokenLogprobs
+from kvern.engine.request import FinishReason
 from kvern.services.engine.convert import (
     MAX_PIECE_BYTES,
     arrival_of,
@@ -28,6 +29,9 @@ from kvern.services.engine.convert import (
 )
 from kvern.services.engine.engine_thread import EngineThread
 from kvern.services.engine.grammars import Grammars
+from kvern.services.engine.request_spans import RequestSpans
+from kvern.services.engine.request_stats import RequestStats
+from kvern.services.runtime.tracing import NO_TRACER, Tracer
 from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2
 
 _log = structlog.get_logger("kvern.engine")
@@ -148,8 +152,13 @@ class ServedEngine(NamedTuple):
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Maps streams' requests to the engine's, and the engine's outputs back."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, requests: RequestStats, tracer: Tracer = NO_TRACER) -> None:
+        """requests: told what becomes of each."""
         self._seed = seed
+        self._requests = requests
+        self._load = replica_pb2.ReplicaLoad()
+        """As last told."""
+        self._spans = RequestSpans(tracer)
         self._numbers = itertools.count(1)
         self._owners: dict[int, Owner] = {}
         self._streams: set[Stream] = set()
@@ -165,6 +174,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         engine = await asyncio.shield(self._ready)
         stream = Stream()
         self._streams.add(stream)
+        if self._load.stalled:
+            stream.pending().load.CopyFrom(self._load)
         reader = asyncio.create_task(self._read(engine, stream, request_iterator))
         try:
             yield engine_pb2.ConnectResponse(hello=engine_pb2.Hello(info=engine.info))
@@ -209,6 +220,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             raise ValueError(f"id {add.id} is in use on this stream")
         numbers = {choice: next(self._numbers) for choice in choices_of(add)}
         stream.engine_ids[add.id] = numbers.copy()
+        self._requests.add(add, numbers)
+        self._spans.begin(numbers.values(), add.traceparent)
         arrival = arrival_of(add, min(numbers.values()), time.monotonic())
         for choice, number in numbers.items():
             self._owners[number] = Owner(stream, add.id, choice)
@@ -253,9 +266,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     engine.thread.send(Add(request))
 
     def _abort(self, engine: ServedEngine, stream: Stream, stream_id: int, choice: int | None = None) -> None:
+        # The front door drops a single choice where its text has come to a stop string.
+        reason = FinishReason.ABORT if choice is None else FinishReason.STOP
         for each, number in list(stream.engine_ids.get(stream_id, {}).items()):
             if choice is None or each == choice:
                 self._forget(number)
+                self._requests.drop(number, reason)
+                self._spans.end(number, reason)
                 engine.thread.send(Abort(number))
         if stream_id not in stream.engine_ids:
             stream.stop_compiling(stream_id)
@@ -271,13 +288,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if isinstance(output, Refused):
             self._refuse(output)
             return
-        load = to_load(output.load)
-        for stream in self._streams:
-            stream.pending().load.CopyFrom(load)
+        stalled = self._load.stalled
+        self._load = to_load(output.load)
+        self.tell_stalled(stalled)
         self._distribute(output)
         self._pace(self._ready.result())
 
+    def tell_stalled(self, stalled: bool) -> None:
+        """Tell all streams the load, and whether a step is stuck."""
+        self._load.stalled = stalled
+        for stream in self._streams:
+            stream.pending().load.CopyFrom(self._load)
+
     def _distribute(self, result: StepResult) -> None:
+        self._spans.take(result)
         owners = self._owners
         for told in result.prompt_logprobs:
             if (owner := owners.get(told.request_id)) is not None:
@@ -300,6 +324,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _refuse(self, refused: Refused) -> None:
         """Tell of a request that is not taken. All its choices are refused alike, and told of once."""
+        self._requests.refuse(refused.request_id)
+        self._spans.refuse(refused.request_id)
         if (owner := self._forget(refused.request_id)) is not None:
             for number in list(owner.stream.engine_ids.get(owner.stream_id, {}).values()):
                 self._forget(number)

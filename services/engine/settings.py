@@ -73,6 +73,9 @@ class EngineSettings(ServiceSettings):
     replica_id: str | None = Field(None, pattern=r"^[^{}]+$")
     """Name in the registry, which a restart keeps and no other replica has. Default: the advertised address."""
 
+    vllm_metrics: bool = True
+    """Tell metrics under vLLM's names too, for dashboards and schedulers that read those."""
+
     @field_validator("advertise")
     @classmethod
     def _needed_with_redis(cls, advertise: str | None, info: ValidationInfo) -> str | None:

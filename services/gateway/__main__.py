@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvern.services.gateway.app import Gateway
 from kvern.services.gateway.http_server import serve
+from kvern.services.gateway.metrics import GatewayMetrics
 from kvern.services.gateway.settings import GatewaySettings
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.process import run_service
@@ -12,12 +15,20 @@ from kvern.services.runtime.status import Status
 
 async def main(settings: GatewaySettings, status: Status) -> None:
     async with open_channel(settings.router) as channel:
-        gateway = Gateway(channel)
+        gateway = Gateway(channel, GatewayMetrics(status.registry), status.tracer)
+
+        def set_ready(is_ready: bool) -> None:
+            status.is_ready = is_ready
 
         def on_drain() -> None:
             gateway.is_draining = True
+            set_ready(False)
 
-        await serve(gateway.app, settings, on_drain)
+        watching = asyncio.create_task(gateway.watch(set_ready))
+        try:
+            await serve(gateway.app, settings, on_drain)
+        finally:
+            watching.cancel()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ import asyncio
 import random
 from contextlib import AsyncExitStack
 
+from kvern.services.router.admission import Admission
 from kvern.services.router.choice import Policy
 from kvern.services.router.discovery import Discovery, fixed_addresses
 from kvern.services.router.index_reader import IndexReader
+from kvern.services.router.metrics import RouterMetrics
 from kvern.services.router.placement import Placer
 from kvern.services.router.relay import Repeats
 from kvern.services.router.replicas import ReplicaTable
@@ -21,6 +23,8 @@ from kvern.services.router.servicer import (
 )
 from kvern.services.router.settings import RouterSettings
 from kvern.services.router.tokenizer import Tokenizer
+from kvern.services.router.view import ReplicaStates, show_peers, show_streams
+from kvern.services.runtime.certificates import certificate_files, watch_certificates
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.redis_index import open_redis
 from kvern.services.runtime.server import GrpcServer
@@ -30,20 +34,27 @@ from kvern.services.runtime.status import Status
 async def main(settings: RouterSettings, status: Status) -> None:
     server = GrpcServer(settings, [INFERENCE_SERVICE, ROUTER_SERVICE], status)
 
-    def update_readiness() -> None:
+    metrics, admission = RouterMetrics(status.registry), Admission(settings.max_streams)
+
+    def on_change() -> None:
+        metrics.know([*tokenizer.models, *(replica.model for replica in table if replica.model)])
         server.set_ready(tokenizer.is_serving and table.has_ready)
 
-    tokenizer = Tokenizer(settings.tokenizer, update_readiness)
-    table = ReplicaTable(fixed_addresses(settings.replicas), update_readiness)
+    tokenizer = Tokenizer(settings.tokenizer, on_change)
+    table = ReplicaTable(fixed_addresses(settings.replicas), on_change, settings.replica_authority)
     discovery = Discovery(settings.replicas, table)
     redis = None if settings.redis is None else open_redis(settings.redis)
-    index = None if redis is None else IndexReader(redis)
+    index = None if redis is None else IndexReader(redis, metrics.index)
+    show_streams(status.registry, admission)
+    show_peers(status.registry, tokenizer, index)
+    status.registry.register(ReplicaStates(table, lambda: metrics.models))
+    watch_certificates(status.registry, certificate_files(settings.redis))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(server)
         policy, budget_s = Policy(settings.routing_policy), settings.index_budget_ms / 1e3
         placer = Placer(table, index, policy, budget_s, random.Random())
         inference = InferenceServicer(
-            tokenizer, table, placer, Repeats(settings.hedge_after_s), settings.max_streams, settings.max_stalled_s
+            tokenizer, table, placer, Repeats(settings.hedge_after_s), admission, settings.max_stalled_s, metrics
         )
         add_to_server(inference, RouterServicer(table), server.grpc)
         await server.start()

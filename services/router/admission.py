@@ -15,8 +15,12 @@ class Admission:
     """Bounds the requests in flight and keeps their ids apart."""
 
     def __init__(self, max_streams: int) -> None:
-        self._max_streams = max_streams
+        self.max_streams = max_streams
         self._request_ids: set[str] = set()
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._request_ids)
 
     @contextmanager
     def admit(self, request_id: str) -> Iterator[str]:
@@ -24,8 +28,8 @@ class Admission:
 
         Raises ResourceExhausted at the bound, AlreadyExists for an id in flight.
         """
-        if len(self._request_ids) >= self._max_streams:
-            raise ResourceExhausted(f"{self._max_streams} requests are in flight", retry_after_s=RETRY_AFTER_S)
+        if self.num_streams >= self.max_streams:
+            raise ResourceExhausted(f"{self.max_streams} requests are in flight", retry_after_s=RETRY_AFTER_S)
         if request_id in self._request_ids:
             raise AlreadyExists(f"request_id {request_id!r} is in flight")
         request_id = request_id or uuid.uuid4().hex

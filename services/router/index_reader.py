@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import structlog
 
+from kvern.services.router.metrics import IndexMetrics
 from kvern.services.runtime.redis_index import RedisClient, RegistryEntry
 from kvern.services.runtime.redis_index.keys import ReplicaKeys, Shard, pool_id
 from kvern.services.runtime.redis_index.listing import list_pools, list_replicas
@@ -43,14 +44,21 @@ class _ShardView(NamedTuple):
 class IndexReader:
     """The index and registry as one router sees them. It knows the replicas that `watch` or `refresh` has found."""
 
-    def __init__(self, redis: RedisClient) -> None:
-        self.num_timeouts = 0
-        self.num_errors = 0
+    def __init__(self, redis: RedisClient, metrics: IndexMetrics) -> None:
+        self.is_up = False
+        """Whether Redis answered when the registry was last read."""
+        self._read_at = time.monotonic()
+        self._metrics = metrics
         self._redis = redis
         self._places: dict[str, _Place] = {}
         self._pools: dict[str, list[_ShardView]] = {}
         self._num_failures = 0
         self._is_away = False
+
+    @property
+    def registry_age_s(self) -> float:
+        """Seconds since the registry was last read, or since the start where it never was."""
+        return time.monotonic() - self._read_at
 
     async def match(self, model: str, contract: str, digests: bytes, budget_s: float) -> dict[str, int]:
         """Return how many of a prompt's first blocks each replica of a model has, by replica id.
@@ -69,16 +77,18 @@ class IndexReader:
     async def _match(self, view: _ShardView, members: bytes, budget_s: float) -> dict[str, int]:
         try:
             # A command cut off here closes its connection, so its reply meets no other caller.
-            async with asyncio.timeout(budget_s):
-                reply = await LOOKUP.run(self._redis, view.keys, members)
+            with self._metrics.duration.time():
+                async with asyncio.timeout(budget_s):
+                    reply = await LOOKUP.run(self._redis, view.keys, members)
         except TimeoutError:
-            self.num_timeouts += 1
+            self._metrics.timeouts.inc()
             self._num_failures += 1
             return {}
         except REDIS_ERRORS:
-            self.num_errors += 1
+            self._metrics.errors.inc()
             self._num_failures += 1
             return {}
+        self._metrics.ok.inc()
         self._num_failures = 0
         return dict(zip(view.replicas, map(int, reply.split(b",")), strict=True))
 
@@ -89,6 +99,7 @@ class IndexReader:
                 on_entries(await self.refresh())
                 self._is_away = False
             except REDIS_ERRORS as error:
+                self.is_up = False
                 if not self._is_away:
                     _log.warning("redis does not answer", error=str(error) or type(error).__name__)
                 self._is_away = True
@@ -99,6 +110,7 @@ class IndexReader:
         async with asyncio.timeout(REFRESH_TIMEOUT_S):
             found = [(shard, entry) for shard in await self._shards() for entry in await self._alive(shard)]
         self._num_failures = 0
+        self.is_up, self._read_at = True, time.monotonic()
         latest: dict[str, RegistryEntry] = {}
         for shard, entry in found:
             if entry.replica not in latest or entry.epoch >= latest[entry.replica].epoch:

@@ -15,9 +15,10 @@ from typing import Protocol
 from kvern.services.router.choice import Candidate, Policy, rank
 from kvern.services.router.convert import reads_cache, writes_cache
 from kvern.services.router.models import Contract, contracts_of
-from kvern.services.router.prefills import Prefill, Prefills
+from kvern.services.router.prefills import DIGEST_BYTES, Prefill, Prefills
 from kvern.services.router.replicas import Replica, ReplicaTable
 from kvern.services.runtime.errors import Unavailable
+from kvern.services.runtime.tracing import Kind, current_span
 from kvern.v1 import inference_pb2, replica_pb2
 
 Digests = Mapping[Contract, bytes]
@@ -126,6 +127,11 @@ class Placement:
         """Return what came of the request at a replica, None if it was not sent there."""
         return self._sent.get(address)
 
+    def predicted_tokens(self, address: str) -> int | None:
+        """Return how many tokens were expected to be cached where it was sent; None where the index was not asked."""
+        sent = self.sent_to(address)
+        return None if sent is None or not self._prompt.digests else sent.candidate.matched_tokens
+
     def metadata(self, address: str) -> Sequence[tuple[str, str]]:
         """Explain why a replica was chosen, in less than 1 KiB."""
         sent = self.sent_to(address)
@@ -165,9 +171,20 @@ class Sent:
 
 async def _look_up(index: PrefixIndex, model: str, digests: Digests, budget_s: float) -> dict[Contract, dict[str, int]]:
     hashed = [contract for contract, joined in digests.items() if joined]
-    found = await asyncio.gather(
-        *(index.match(model, contract.fingerprint, digests[contract], budget_s) for contract in hashed)
-    )
+    if not hashed:
+        return {}
+    with current_span().child("index lookup", Kind.CLIENT) as span:
+        found = await asyncio.gather(
+            *(index.match(model, contract.fingerprint, digests[contract], budget_s) for contract in hashed)
+        )
+        if span.is_recording:
+            span.set(
+                {
+                    "db.system.name": "redis",
+                    "kvern.num_digests": sum(len(digests[contract]) // DIGEST_BYTES for contract in hashed),
+                    "kvern.matched_blocks": max((max(each.values(), default=0) for each in found), default=0),
+                }
+            )
     return dict(zip(hashed, found, strict=True))
 
 

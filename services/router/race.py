@@ -21,9 +21,15 @@ class Race:
     """
 
     def __init__(
-        self, first: Attempt, hedge: Callable[[], Awaitable[Attempt | None]], hedge_after_s: float | None
+        self,
+        first: Attempt,
+        hedge: Callable[[], Awaitable[Attempt | None]],
+        hedge_after_s: float | None,
+        on_hedge_end: Callable[[bool], None],
     ) -> None:
-        """hedge: opens a second attempt if there may be one, hedge_after_s seconds from now; None: never."""
+        """hedge: opens a second attempt if there may be one, hedge_after_s seconds from now; None: never. on_hedge_end:
+        is told once whether that one is read to its end.
+        """
         self.leader = first
         """The attempt that the last message is of."""
         self.lost: list[Attempt] = []
@@ -33,6 +39,9 @@ class Race:
         self._is_decided = hedge_after_s is None
         self._reads: dict[Attempt, asyncio.Task[replica_pb2.ServeResponse | None]] = {}
         self._attempts = [first]
+        self._second: Attempt | None = None
+        """The hedge, as long as it is not decided."""
+        self._on_hedge_end = on_hedge_end
 
     async def __aenter__(self) -> Self:
         return self
@@ -40,6 +49,7 @@ class Race:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._end_hedge(has_won=False)
         for attempt in list(self._attempts):
             await self._drop(attempt)
 
@@ -75,7 +85,7 @@ class Race:
 
     async def _ask_another(self) -> None:
         self._hedge_at = None
-        another = await self._hedge()
+        another = self._second = await self._hedge()
         if another is not None:
             self._attempts.append(another)
 
@@ -93,9 +103,15 @@ class Race:
 
     async def _decide(self) -> None:
         self._is_decided = True
+        self._end_hedge(has_won=self.leader is self._second)
         for attempt in list(self._attempts):
             if attempt is not self.leader:
                 await self._drop(attempt)
+
+    def _end_hedge(self, *, has_won: bool) -> None:
+        if self._second is not None:
+            self._second = None
+            self._on_hedge_end(has_won)
 
     async def _drop(self, attempt: Attempt) -> None:
         self._attempts.remove(attempt)

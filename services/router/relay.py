@@ -13,6 +13,7 @@ import structlog
 from kvern.services.router.attempt import Attempt, ReplicaLost
 from kvern.services.router.choice import Candidate
 from kvern.services.router.deadline import for_replica
+from kvern.services.router.metrics import RequestMetrics
 from kvern.services.router.placement import Placement
 from kvern.services.router.progress import Progress
 from kvern.services.router.race import Race
@@ -61,12 +62,14 @@ class Relay:
         request: replica_pb2.ServeRequest,
         record: RequestRecord,
         repeats: Repeats,
+        metrics: RequestMetrics,
     ) -> None:
         self._table = table
         self._placement = placement
         self._request = request
         self._record = record
         self._repeats = repeats
+        self._metrics = metrics
         self._arrived_at = time.monotonic()
         self._progress = Progress(request.request)
         self._tried: set[str] = set()
@@ -106,6 +109,11 @@ class Relay:
         self._record.replica = attempt.replica.address
         if not self._progress.has_output:
             self._contract = _contract(attempt.replica)
+            if response.HasField("cached_tokens"):
+                predicted = self._placement.predicted_tokens(attempt.replica.address)
+                self._metrics.schedule(self._record.prompt_tokens, response.cached_tokens, predicted)
+        if response.updates:
+            self._metrics.take(response.updates)
         return self._progress.take(response, attempt.source)
 
     def _first_candidate(self, remaining_s: float | None) -> Candidate:
@@ -115,7 +123,7 @@ class Relay:
 
     async def _start(self, candidate: Candidate, time_remaining: TimeRemaining) -> Race:
         async def hedge() -> Attempt | None:
-            if not self._has_another() or not self._repeats.budget.spend():
+            if not self._has_another() or not self._may_repeat():
                 return None
             return await self._open(self._another(), time_remaining)
 
@@ -126,11 +134,14 @@ class Relay:
             self._request.request.resume.CopyFrom(self._progress.resume)
         first = await self._open(candidate, time_remaining)
         self._progress.open(first.source)
-        return Race(first, hedge, None if self._progress.has_output else self._repeats.hedge_after_s)
+        self._metrics.set_replica(True)
+        hedge_after_s = None if self._progress.has_output else self._repeats.hedge_after_s
+        return Race(first, hedge, hedge_after_s, self._metrics.router.count_hedge)
 
     async def _open(self, candidate: Candidate, time_remaining: TimeRemaining) -> Attempt:
         self._tried.add(candidate.address)
         attempt = Attempt(self._table, self._placement, candidate, self._request)
+        self._record.sources.append(attempt.source)
         await attempt.open(for_replica(time_remaining()), self._record.num_moves)
         return attempt
 
@@ -150,19 +161,29 @@ class Relay:
     def _after_refusal(self, error: grpc.aio.AioRpcError) -> Candidate:
         """Return who may have room where one replica had none. Raises the error if it stands."""
         is_full = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and not self._progress.has_begun
-        if not is_full or self._was_refused or not self._has_another() or not self._repeats.budget.spend():
+        if not is_full or self._was_refused or not self._has_another() or not self._may_repeat():
             raise error
         self._was_refused = True
+        self._metrics.router.retries.inc()
         return self._another()
 
     async def _after_loss(self, race: Race, lost: ReplicaLost) -> Candidate:
         """Return who takes the request up. Raises Unavailable if nobody does, Internal if nobody shall."""
+        self._metrics.set_replica(False)
         self._count_barren(race)
         if self._progress.has_begun:
             return await self._find_another(race, lost)
-        if len(self._tried) > MAX_RETRIES or not self._has_another() or not self._repeats.budget.spend():
+        if len(self._tried) > MAX_RETRIES or not self._has_another() or not self._may_repeat():
             raise Unavailable(str(lost)) from lost
+        self._metrics.router.retries.inc()
         return self._another()
+
+    def _may_repeat(self) -> bool:
+        """Take what one more try costs from the budget, if it is there."""
+        has_spent = self._repeats.budget.spend()
+        if not has_spent:
+            self._metrics.router.retries_refused.inc()
+        return has_spent
 
     def _count_barren(self, race: Race) -> None:
         if any(attempt.source.num_tokens for attempt in race.lost):
@@ -170,12 +191,14 @@ class Relay:
         else:
             self._num_barren += sum(attempt.has_begun for attempt in race.lost)
         if self._num_barren >= MAX_BARREN_STREAMS:
+            self._metrics.router.poisoned.inc()
             raise Internal("replicas keep failing at this request", reason=POISON)
 
     async def _find_another(self, race: Race, lost: ReplicaLost) -> Candidate:
         """Wait for a replica that is ready, one that did not just fail if there is one."""
         if any(attempt.has_begun for attempt in race.lost):
             self._record.num_moves += 1
+            self._metrics.move(lost.reason)
             self._lost_at = time.monotonic()
             self._tried = {attempt.replica.address for attempt in race.lost}
         while not self._has_another():

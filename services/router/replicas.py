@@ -20,6 +20,7 @@ from kvern.services.router.prefills import Prefills
 from kvern.services.runtime.channel import open_channel, streaming
 from kvern.services.runtime.errors import Unavailable
 from kvern.services.runtime.redis_index import RegistryEntry
+from kvern.services.runtime.stall import STALL_RULE
 from kvern.v1 import replica_pb2, replica_pb2_grpc, router_pb2
 
 POLL_INTERVAL_S = 1.0
@@ -29,12 +30,6 @@ MIN_BACKOFF_S = 0.05
 
 FORGET_AFTER_S = 10.0
 """A replica that nobody lists any more is forgotten when it has not been reached for so long."""
-
-STALL_FACTOR = 10
-MIN_STALL_S = 10.0
-STALL_OF_UNKNOWN_S = 60.0
-"""A step that takes STALL_FACTOR times what is expected of it, and MIN_STALL_S at least, is stuck. Where nothing is
-expected, one that takes STALL_OF_UNKNOWN_S."""
 
 TRUST_S = 5.0
 """How long the registry's word on a step under way counts: an index that is away must not keep replicas out."""
@@ -47,7 +42,8 @@ _log = structlog.get_logger("kvern.router")
 class Replica:
     """One replica, as last seen."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, authority: str | None = None) -> None:
+        """authority: what to call it by in place of its address."""
         self.address = address
         self.reachable = False
         """Whether the last poll and every call since have reached it."""
@@ -74,7 +70,7 @@ class Replica:
         self._suspected = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, authority)
         self._stub = replica_pb2_grpc.ReplicaServiceStub(self._channel)
 
     @property
@@ -86,6 +82,13 @@ class Replica:
     def index_id(self) -> str:
         """What the index calls it."""
         return self.id
+
+    @property
+    def model(self) -> str:
+        """The model it serves, by its own word or else by the registry's; empty where neither has said."""
+        if self.engine is not None:
+            return self.engine.model
+        return "" if self.entry is None else self.entry.model
 
     @property
     def is_ready(self) -> bool:
@@ -118,12 +121,13 @@ class Replica:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether its engine's step takes so long that something must be wrong."""
+        """Whether its engine's step takes so long that something must be wrong, by its own word or the registry's."""
         entry = self.entry
+        if self.load.stalled:
+            return True
         if entry is None or self._entry_is_outdated or time.monotonic() - self._entry_at > TRUST_S:
             return False
-        expected = entry.expected_step_s
-        return entry.step_age_s > (max(MIN_STALL_S, STALL_FACTOR * expected) if expected else STALL_OF_UNKNOWN_S)
+        return STALL_RULE.is_stuck(entry.step_age_s, entry.expected_step_s)
 
     @property
     def _entry_is_outdated(self) -> bool:
@@ -168,12 +172,14 @@ class Replica:
         )
 
     @asynccontextmanager
-    async def serve(self, request: replica_pb2.ServeRequest, timeout_s: float | None) -> AsyncIterator[ServeCall]:
+    async def serve(
+        self, request: replica_pb2.ServeRequest, timeout_s: float | None, metadata: tuple[tuple[str, str], ...] = ()
+    ) -> AsyncIterator[ServeCall]:
         """Run a request there. Leaving the block aborts what has not ended."""
         self.num_in_flight += 1
         self._idle.clear()
         try:
-            async with streaming(self._stub.Serve(request, timeout=timeout_s)) as call:
+            async with streaming(self._stub.Serve(request, timeout=timeout_s, metadata=metadata)) as call:
                 yield call
         finally:
             self.num_in_flight -= 1
@@ -230,7 +236,9 @@ class Replica:
 class ReplicaTable:
     """All replicas by address. `watch` keeps it true; `on_change` is called after every poll."""
 
-    def __init__(self, addresses: Iterable[str], on_change: Callable[[], None]) -> None:
+    def __init__(self, addresses: Iterable[str], on_change: Callable[[], None], authority: str | None = None) -> None:
+        """authority: what to call replicas by in place of their addresses."""
+        self._authority = authority
         self._replicas: dict[str, Replica] = {}
         self._tell = on_change
         self._changed = asyncio.Event()
@@ -338,7 +346,7 @@ class ReplicaTable:
 
     def _add(self, address: str) -> None:
         _log.info("replica found", replica=address)
-        replica = self._replicas[address] = Replica(address)
+        replica = self._replicas[address] = Replica(address, self._authority)
         if self._watchers is not None:
             self._watchers.create_task(self._watch(replica))
 

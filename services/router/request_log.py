@@ -1,18 +1,21 @@
-"""One log line for each Generate call when it ends. No content."""
+"""One log line and one count for each Generate call when it ends. No content."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 import structlog
 
+from kvern.services.router.metrics import RequestMetrics
+from kvern.services.router.progress import Source
+from kvern.services.router.tokenizer import TimeRemaining
 from kvern.services.runtime.errors import ServiceError
-from kvern.services.runtime.interceptors import status_of
+from kvern.services.runtime.interceptors import code_of, code_of_cancelled, reason_of
+from kvern.services.runtime.tracing import Span, current_span
 
 _log = structlog.get_logger("kvern.request")
 
@@ -26,26 +29,35 @@ class RequestRecord:
     replica: str = ""
     """Address of the replica that served it last."""
     prompt_tokens: int = 0
+    sources: list[Source] = field(default_factory=list)
+    """The streams of replicas that it took."""
     num_moves: int = 0
     """How often another replica went on with its stream."""
     matched_tokens: int = 0
     """Prompt tokens whose KV that replica was expected to have."""
     cached_tokens: int | None = None
     """Prompt tokens whose KV it had; None if it did not come to that."""
+    verdict: ServiceError | None = None
+    """What the call was ended with from outside its handler, if it was."""
 
 
 @contextmanager
-def log_request() -> Iterator[RequestRecord]:
-    """Yield a record to fill, and log it with status and duration however the block ends."""
+def log_request(metrics: RequestMetrics, time_remaining: TimeRemaining) -> Iterator[RequestRecord]:
+    """Yield a record to fill. However the block ends, log it with status and duration, and end its metrics."""
     record = RequestRecord()
     start_s = time.monotonic()
-    status = grpc.StatusCode.OK
+    status, reason = grpc.StatusCode.OK, ""
     try:
         yield record
     except BaseException as error:
-        status = _status_of(error)
+        ended_by = record.verdict or error
+        status, reason = code_of(ended_by), reason_of(ended_by)
+        if status is grpc.StatusCode.CANCELLED:
+            status = code_of_cancelled(time_remaining(), time.monotonic() - start_s)
         raise
     finally:
+        metrics.end(status, reason)
+        _tell(current_span(), record)
         _log.info(
             "request ended",
             request_id=record.request_id,
@@ -60,12 +72,17 @@ def log_request() -> Iterator[RequestRecord]:
         )
 
 
-def _status_of(error: BaseException) -> grpc.StatusCode:
-    if isinstance(error, ServiceError):
-        return status_of(error)[0]
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.code()
-    if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        # The client's going away and its deadline look the same from here.
-        return grpc.StatusCode.CANCELLED
-    return grpc.StatusCode.INTERNAL
+def _tell(span: Span, record: RequestRecord) -> None:
+    if not span.is_recording:
+        return
+    attributes: dict[str, str | int] = {
+        "kvern.request_id": record.request_id,
+        "gen_ai.request.model": record.model,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": sum(source.num_tokens for source in record.sources),
+        "kvern.replica": record.replica,
+        "kvern.num_moves": record.num_moves,
+    }
+    if record.cached_tokens is not None:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
+    span.set(attributes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -12,6 +13,7 @@ import grpc
 from kvern.services.router.admission import Admission
 from kvern.services.router.convert import to_decode, to_encode, to_serve
 from kvern.services.router.deadline import for_start
+from kvern.services.router.metrics import RouterMetrics
 from kvern.services.router.models import list_models, max_context, resolve_model
 from kvern.services.router.placement import Placement, Placer
 from kvern.services.router.relay import Relay, Repeats
@@ -41,37 +43,43 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         table: ReplicaTable,
         placer: Placer,
         repeats: Repeats,
-        max_streams: int,
+        admission: Admission,
         max_stalled_s: float,
+        metrics: RouterMetrics,
     ) -> None:
         self._tokenizer = tokenizer
         self._table = table
         self._placer = placer
         self._repeats = repeats
         self._max_stalled_s = max_stalled_s
-        self._admission = Admission(max_streams)
+        self._admission = admission
+        self._metrics = metrics
         self._rng = random.Random()
 
     async def Generate(  # type: ignore[override]  # yields what replicas serialized
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[bytes]:
-        with log_request() as record:
+        metrics = self._metrics.begin(request.model)
+        with log_request(metrics, context.time_remaining) as record:
             record.request_id = request.request_id
             check_generate(request)
             with self._admission.admit(request.request_id) as record.request_id:
                 placement, encoded = await self._prepare(request, context.time_remaining)
                 record.model = placement.model
+                metrics.resolve(placement.model)
                 record.prompt_tokens = len(encoded.token_ids)
                 serve = to_serve(request, record.request_id, record.model, encoded, self._rng)
-                relay = Relay(self._table, placement, serve, record, self._repeats)
+                relay = Relay(self._table, placement, serve, record, self._repeats, metrics)
+                reader = ReaderWatch(self._max_stalled_s)
                 try:
                     async with aclosing(relay.frames(context.time_remaining)) as frames:
-                        with ReaderWatch(self._max_stalled_s) as reader:
+                        with reader:
                             async for frame in frames:
                                 reader.hold()
                                 yield frame
                                 reader.release()
                 finally:
+                    record.verdict = reader.verdict
                     _record_outcome(record, placement)
                     context.set_trailing_metadata(
                         ((REPLICA_METADATA_KEY, record.replica), *placement.metadata(record.replica))
@@ -123,13 +131,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, time_remaining: TimeRemaining
     ) -> tuple[Placement, tokenizer_pb2.EncodePromptResponse]:
         """Return where a request may go, to replicas of the model it means, and its texts as token ids."""
+        arrived_at = time.monotonic()
         await self._table.wait_while_starting(request.model, for_start(time_remaining()))
         model = resolve_model(self._table, request.model)
         self._table.candidates(model)  # better to fail here than after tokenizing
         contracts = self._placer.contracts(request, model)
-        encoded = await self._tokenizer.encode(to_encode(request, model, contracts), time_remaining)
+        tokenized_at = time.monotonic()
+        with self._metrics.tokenize.time():
+            encoded = await self._tokenizer.encode(to_encode(request, model, contracts), time_remaining)
+        tokenize_s = time.monotonic() - tokenized_at
         digests = dict(zip(contracts, encoded.block_digests, strict=True))
         placement = await self._placer.place(request, model, len(encoded.token_ids), digests, time_remaining())
+        self._metrics.placement.observe(time.monotonic() - arrived_at - tokenize_s)
         return placement, encoded
 
 

@@ -23,6 +23,10 @@ class RouterSettings(ServiceSettings):
     """Addresses of the replicas' front doors (their detokenizers), or dns:///name:port for all addresses of a name;
     repeat, or join with commas. Needed without redis; with it, what the router starts from when redis is away."""
 
+    replica_authority: str | None = Field(None, min_length=1)
+    """Name by which replicas are called, whatever address they are dialled at: service meshes route by it, certificates
+    hold it. Default: the address."""
+
     routing_policy: Literal["prefix", "least-loaded", "round-robin", "random"] = "prefix"
     """How replicas are chosen. prefix: by the prompt tokens each would have to compute, what is queued there and its
     requests; least-loaded: the same without regard to what is cached."""

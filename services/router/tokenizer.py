@@ -12,7 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvern.services.router.deadline import for_tokenizer
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.errors import Unavailable
+from kvern.services.runtime.tracing import current_span
 from kvern.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+SERVICE = "kvern.v1.TokenizerService"
 
 HEALTH_INTERVAL_S = 1.0
 HEALTH_TIMEOUT_S = 1.0
@@ -27,8 +30,11 @@ _Request = TypeVar("_Request", contravariant=True)
 _Response = TypeVar("_Response", covariant=True)
 
 
+_Metadata = tuple[tuple[str, str], ...]
+
+
 class _Method(Protocol[_Request, _Response]):
-    def __call__(self, request: _Request) -> Awaitable[_Response]: ...
+    def __call__(self, request: _Request, *, metadata: _Metadata) -> Awaitable[_Response]: ...
 
 
 class Tokenizer:
@@ -36,6 +42,8 @@ class Tokenizer:
 
     def __init__(self, address: str, on_change: Callable[[], None]) -> None:
         self.is_serving = False
+        self.models: list[str] = []
+        """Those that it said it has."""
         self._on_change = on_change
         self._channel = open_channel(address)
         self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
@@ -49,18 +57,23 @@ class Tokenizer:
         Raises AioRpcError with the tokenizer's verdict, Unavailable if it is away or takes more than its share of the
         deadline.
         """
-        return await self._call(self._stub.EncodePrompt, request, time_remaining)
+        with current_span().call(f"{SERVICE}/EncodePrompt") as span:
+            return await self._call(self._stub.EncodePrompt, request, span.metadata, time_remaining)
 
     async def decode(
         self, request: tokenizer_pb2.DecodeTokensRequest, time_remaining: TimeRemaining
     ) -> tokenizer_pb2.DecodeTokensResponse:
         """Return the text of token ids. Raises as `encode` does."""
-        return await self._call(self._stub.DecodeTokens, request, time_remaining)
+        with current_span().call(f"{SERVICE}/DecodeTokens") as span:
+            return await self._call(self._stub.DecodeTokens, request, span.metadata, time_remaining)
 
     async def watch(self) -> None:
         """Ask for its health for ever."""
         while True:
-            self.is_serving = await self._check_health()
+            is_serving = await self._check_health()
+            if is_serving and not self.is_serving:
+                self.models = await self._list_models()
+            self.is_serving = is_serving
             self._on_change()
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
@@ -68,23 +81,29 @@ class Tokenizer:
         await self._channel.close()
 
     async def _call(
-        self, method: _Method[_Request, _Response], request: _Request, time_remaining: TimeRemaining
+        self,
+        method: _Method[_Request, _Response],
+        request: _Request,
+        metadata: _Metadata,
+        time_remaining: TimeRemaining,
     ) -> _Response:
         try:
             async with asyncio.timeout(for_tokenizer(time_remaining())):
-                return await self._call_twice(method, request)
+                return await self._call_twice(method, request, metadata)
         except TimeoutError as error:
             raise Unavailable("the tokenizer took more than its share of the deadline") from error
 
-    async def _call_twice(self, method: _Method[_Request, _Response], request: _Request) -> _Response:
+    async def _call_twice(
+        self, method: _Method[_Request, _Response], request: _Request, metadata: _Metadata
+    ) -> _Response:
         try:
-            return await method(request)
+            return await method(request, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
         await self._reconnect()
         try:
-            return await method(request)
+            return await method(request, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
@@ -98,9 +117,17 @@ class Tokenizer:
             raise Unavailable("the tokenizer is away") from error
 
     async def _check_health(self) -> bool:
-        request = health_pb2.HealthCheckRequest(service="kvern.v1.TokenizerService")
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
         try:
             response = await self._health.Check(request, timeout=HEALTH_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _list_models(self) -> list[str]:
+        """Return the models it has, those that it named before where it does not say."""
+        try:
+            info = await self._stub.GetTokenizerInfo(tokenizer_pb2.GetTokenizerInfoRequest(), timeout=HEALTH_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            return self.models
+        return [tokenizer.model for tokenizer in info.tokenizers]

@@ -49,9 +49,13 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a channel to `host:port`, `dns:///name:port` or `unix:/path`. It connects when first used."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, authority: str | None = None) -> grpc.aio.Channel:
+    """Open a channel to `host:port`, `dns:///name:port` or `unix:/path`. It connects when first used.
+
+    authority: the name to call the server by, where its address is not the name that meshes and certificates know.
+    """
+    options = CHANNEL_OPTIONS if authority is None else [*CHANNEL_OPTIONS, ("grpc.default_authority", authority)]
+    return grpc.aio.insecure_channel(address, options=options)
 
 
 class _Cancellable(Protocol):

@@ -1,4 +1,4 @@
-"""Metadata of a .gguf file, read without its tensors and without torch.
+"""Metadata of a .gguf file and the shapes of its tensors, read without what the tensors hold and without torch.
 
 The gguf package's reader makes an array of every string of the file: seconds and a hundred megabytes for a vocabulary.
 Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,35 @@ class GgufError(Exception):
     """The file is no GGUF, or a damaged one. The message does not repeat its path."""
 
 
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a file says of itself."""
+
+    metadata: dict[str, Any]
+    """Strings, numbers, booleans and lists of them."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of each tensor; the innermost dimension comes first."""
+
+
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
     """Return a file's metadata: strings, numbers, booleans and lists of them. Raises GgufError, OSError."""
+    with _reading(path) as reader:
+        return reader.read_metadata()
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Return a file's metadata and the shapes of its tensors. Raises GgufError, OSError."""
+    with _reading(path) as reader:
+        return GgufHeader(reader.read_metadata(), reader.read_shapes())
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[_Reader]:
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             raise GgufError("the file is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(data).read_metadata()
+            yield _Reader(data)
 
 
 class _Reader:
@@ -39,6 +64,7 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._position = 0
+        self._num_tensors = 0
 
     def read_metadata(self) -> dict[str, Any]:
         if self._bytes(4) != _MAGIC:
@@ -46,9 +72,18 @@ class _Reader:
         version = self._scalar("I")
         if version not in _VERSIONS:
             raise GgufError(f"GGUF version {version}; known are {_VERSIONS[0]} and {_VERSIONS[1]}")
-        self._scalar("Q")  # number of tensors
+        self._num_tensors = self._scalar("Q")
         count = self._scalar("Q")
         return {self._string(): self._value(self._scalar("I")) for _ in range(count)}
+
+    def read_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Read what follows the metadata."""
+        shapes = {}
+        for _ in range(self._num_tensors):
+            name = self._string()
+            shapes[name] = self._unpack(f"<{self._scalar('I')}Q")
+            self._unpack("<IQ")  # type and offset
+        return shapes
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

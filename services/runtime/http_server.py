@@ -42,12 +42,13 @@ async def serving(app: ASGIApp, sockets: Sequence[socket.socket], *, grace_s: fl
             timeout_graceful_shutdown=math.ceil(grace_s),
         )
     )
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(server.serve(list(sockets)))
-        try:
-            yield
-        finally:
-            server.should_exit = True
+    # Not a task group: it would wrap the errors of the block, which the process tells people by their kind.
+    running = asyncio.create_task(server.serve(list(sockets)))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await running
 
 
 def bind(address: str) -> socket.socket:

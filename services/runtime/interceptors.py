@@ -23,6 +23,9 @@ ERROR_DOMAIN = "kvern"
 MAX_VERDICT_S = 60.0
 """How long a call that was ended from outside waits until its reader takes the status, in seconds."""
 
+_ROUNDING_S = 0.02
+"""Of deadlines below a second, and what a cancellation takes to be noticed."""
+
 _STATUS: dict[type[errors.ServiceError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unsupported: grpc.StatusCode.UNIMPLEMENTED,
@@ -57,6 +60,40 @@ def status_of(error: errors.ServiceError) -> tuple[grpc.StatusCode, bytes]:
         packed.Pack(detail)
         status.details.append(packed)
     return code, status.SerializeToString()
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """Return the status that an exception which ended a call's work stands for."""
+    if isinstance(error, errors.ServiceError):
+        return _STATUS[type(error)]
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code()
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        # The client's going away and its deadline look the same from here.
+        return grpc.StatusCode.CANCELLED
+    return grpc.StatusCode.INTERNAL
+
+
+def code_of_cancelled(remaining_s: float | None, elapsed_s: float) -> grpc.StatusCode:
+    """Return the status of a call that was cancelled: by its client, or because its deadline has passed.
+
+    remaining_s: until the deadline as the server knows it, which is later than the client's by a hundredth of the whole
+    at most, since gRPC rounds what it sends.
+    """
+    has_passed = remaining_s is not None and remaining_s < 0.01 * elapsed_s + _ROUNDING_S
+    return grpc.StatusCode.DEADLINE_EXCEEDED if has_passed else grpc.StatusCode.CANCELLED
+
+
+def reason_of(error: BaseException) -> str:
+    """Return ErrorInfo.reason of the status that an exception stands for, empty where it has none."""
+    if isinstance(error, errors.ServiceError):
+        return error.reason
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return ""
+    packed = dict(error.trailing_metadata() or ()).get(STATUS_DETAILS_KEY, b"")
+    info = error_details_pb2.ErrorInfo()
+    details = status_pb2.Status.FromString(packed if isinstance(packed, bytes) else b"").details
+    return info.reason if any(detail.Unpack(info) for detail in details) else ""
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
@@ -102,6 +139,28 @@ async def _abort_from_outside(
     with suppress(TimeoutError):
         async with asyncio.timeout(MAX_VERDICT_S):
             await _abort(context, error, method)
+
+
+Behavior = Callable[[Any, Any], Awaitable[Any]]
+"""What serves a call, from request and context: a coroutine, as all are that ErrorInterceptor has made."""
+
+
+def wrap(handler: Any, around: Callable[[Behavior], Behavior]) -> Any:
+    """Return a handler with its behavior in another one."""
+    for kind in ("unary_unary", "unary_stream", "stream_stream"):
+        if (behavior := getattr(handler, kind)) is not None:
+            return handler._replace(**{kind: around(behavior)})
+    return handler
+
+
+def code_at_end(
+    context: grpc.aio.ServicerContext[Any, Any], *, has_returned: bool, elapsed_s: float
+) -> grpc.StatusCode:
+    """Return the status of a call whose behavior has ended."""
+    told = context.code()
+    if isinstance(told, grpc.StatusCode) and told is not grpc.StatusCode.OK:
+        return told
+    return grpc.StatusCode.OK if has_returned else code_of_cancelled(context.time_remaining(), elapsed_s)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

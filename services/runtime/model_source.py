@@ -44,8 +44,11 @@ def find_model(model: str, *, weights: bool = True) -> ModelSource:
     if model == DEFAULT_MODEL:
         return ModelSource(_bundled(), DEFAULT_MODEL)
     path = Path(model).expanduser()
-    if path.exists():
-        return _local(path.resolve())
+    try:
+        if path.exists():
+            return _local(path.resolve())
+    except OSError as error:
+        raise ModelNotFound(f"model: cannot look for {path}: {error.strerror}") from error
     if _HUB_ID.fullmatch(model):
         return ModelSource(_from_hub(model, weights=weights), model)
     raise ModelNotFound(f"model: {model!r} is no folder or file here, no hub id (owner/name) and not {DEFAULT_MODEL!r}")
@@ -74,12 +77,21 @@ def _local(path: Path) -> ModelSource:
 def _from_hub(model: str, *, weights: bool) -> Path:
     # Imported here: it takes a third of a second, and most models are local.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     patterns = _TOKENIZER_FILES + (_WEIGHT_FILES if weights else [])
     try:
         return Path(snapshot_download(model, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         raise ModelNotFound(f"model: {model} is not in the hub cache, and the hub is out of reach or off") from error
+    except RepositoryNotFoundError as error:  # gated ones too
+        raise ModelNotFound(
+            f"model: the hub has no {model}, or none for this token; HF_TOKEN must hold one that may read it"
+        ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ModelNotFound(f"model: cannot get {model} from the hub: {error}") from error

@@ -19,6 +19,7 @@ from kvern.services.runtime.logs import configure_logs
 from kvern.services.runtime.model_source import ModelNotFound
 from kvern.services.runtime.settings import ServiceSettings, SettingsError
 from kvern.services.runtime.status import Status
+from kvern.services.runtime.tracing import tracing
 
 EXIT_USAGE = 2
 """A setting is wrong: a supervisor need not try again."""
@@ -53,21 +54,20 @@ def run_service(
     expected: tuple[type[Exception], ...] = (ListenError, ModelNotFound, *expected_errors)
     try:
         with asyncio.Runner(loop_factory=EventLoop) as runner:
-            runner.run(_run(main, settings, Status(name)))
+            runner.run(_run(name, main, settings))
     except expected as error:
         structlog.get_logger("kvern").critical(str(error))
         sys.exit(EXIT_FAILED)
     sys.exit(0)
 
 
-async def _run(
-    main: Callable[[_Settings, Status], Coroutine[Any, Any, None]], settings: _Settings, status: Status
-) -> None:
+async def _run(name: str, main: Callable[[_Settings, Status], Coroutine[Any, Any, None]], settings: _Settings) -> None:
+    status = Status(name)
     # What was loaded at start lives for ever: a full collection that walks it would stop the loop for nothing.
     gc.collect()
     gc.freeze()
     # Served to the very end: a drain is when people look.
-    async with status.serving(settings.status_listen):
+    async with status.serving(settings.status_listen), tracing(name, settings) as status.tracer:
         await main(settings, status)
 
 

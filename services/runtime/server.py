@@ -14,10 +14,12 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvern.services.runtime.call_spans import SpanInterceptor
 from kvern.services.runtime.channel import SERVER_OPTIONS
 from kvern.services.runtime.health import HEALTH_SERVICE, HealthServicer
 from kvern.services.runtime.interceptors import ErrorInterceptor
 from kvern.services.runtime.listen import bind, share_with_group
+from kvern.services.runtime.rpc_metrics import MetricsInterceptor
 from kvern.services.runtime.settings import ServiceSettings
 from kvern.services.runtime.status import Status
 
@@ -46,7 +48,9 @@ class GrpcServer:
         self._locks = ExitStack()
         self._stop = asyncio.Event()
         self._health_tasks: set[asyncio.Task[None]] = set()
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=SERVER_OPTIONS)
+        spans = [SpanInterceptor(status.tracer)] if status.tracer.is_on else []
+        interceptors = [*spans, MetricsInterceptor(status.registry), ErrorInterceptor()]
+        self.grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         """Servicers are added to this one before `start`."""
 
     async def __aenter__(self) -> Self:

@@ -59,6 +59,13 @@ RedisUrl = Annotated[str, AfterValidator(_known_scheme)]
 """`redis://host:port`, `unix:///path` and so on. A password in it belongs into a variable, not into a flag."""
 
 
+def _otlp(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be http://host:port or https://host:port")
+    return url
+
+
 class ServiceSettings(BaseSettings):
     """What every service can be told. Each field is a flag, a KVERN_ variable and a key of the settings file."""
 
@@ -81,6 +88,12 @@ class ServiceSettings(BaseSettings):
 
     status_listen: Annotated[str, AfterValidator(check_tcp_address)] | None = None
     """host:port to serve /metrics, /healthz and /readyz on, in plain HTTP. Default: nowhere."""
+
+    otlp_endpoint: Annotated[str, AfterValidator(_otlp)] | None = None
+    """http://host:port or https://host:port of a collector that takes traces by OTLP over gRPC. Default: no traces."""
+
+    trace_sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of requests to trace, of those that do not come with a trace of their own, whose word counts."""
 
     log_level: LogLevel = "info"
     """Least severe event to log."""

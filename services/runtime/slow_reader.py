@@ -22,6 +22,8 @@ class ReaderWatch:
     """
 
     def __init__(self, limit_s: float) -> None:
+        self.verdict: ResourceExhausted | None = None
+        """What it ended the call with, if it did."""
         self._limit_s = limit_s
         self._held_since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -56,4 +58,5 @@ class ReaderWatch:
             self._timer = self._loop.call_later(remaining_s, self._check)
         else:
             message = f"the reader has held up its call for {self._limit_s:g} s"
-            end_call(self._call, ResourceExhausted(message, retry_after_s=RETRY_AFTER_S, reason=SLOW_READER))
+            self.verdict = ResourceExhausted(message, retry_after_s=RETRY_AFTER_S, reason=SLOW_READER)
+            end_call(self._call, self.verdict)

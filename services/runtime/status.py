@@ -9,13 +9,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from prometheus_client import Gauge
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvern.services.runtime.http_server import bind, serving
+from kvern.services.runtime.loop_lag import LoopLag
 from kvern.services.runtime.metrics import CONTENT_TYPE, new_registry, render
+from kvern.services.runtime.tracing import NO_TRACER, Tracer
 
 _GRACE_S = 1.0
 
@@ -26,6 +29,11 @@ class Status:
     def __init__(self, service: str) -> None:
         self.registry = new_registry(service)
         """The service adds its metrics here."""
+        self._lag = LoopLag(self.registry)
+        ready = Gauge("kvern_ready", "Whether new work may be sent here: what /readyz says.", registry=self.registry)
+        ready.set_function(lambda: self.is_ready)
+        self.tracer: Tracer = NO_TRACER
+        """Begins spans, where traces are wanted."""
         self.is_ready = False
         """Whether new work may be sent here."""
         self.find_trouble: Callable[[], str] = str
@@ -37,8 +45,12 @@ class Status:
         if address is None:
             yield
             return
-        async with serving(self._app(), [bind(address)], grace_s=_GRACE_S):
-            yield
+        lag = asyncio.create_task(self._lag.watch())
+        try:
+            async with serving(self._app(), [bind(address)], grace_s=_GRACE_S):
+                yield
+        finally:
+            lag.cancel()
 
     def _app(self) -> Starlette:
         return Starlette(

@@ -8,6 +8,7 @@ from kvern.services.runtime.server import GrpcServer
 from kvern.services.runtime.settings import SettingsError
 from kvern.services.runtime.status import Status
 from kvern.services.runtime.text import TokenizerError, load_tokenizer
+from kvern.services.tokenizer.metrics import TokenizerMetrics, TokenizerState
 from kvern.services.tokenizer.prefix_cache import PrefixCache
 from kvern.services.tokenizer.servicer import TokenizerServicer
 from kvern.services.tokenizer.settings import TokenizerSettings
@@ -21,7 +22,9 @@ async def main(settings: TokenizerSettings, status: Status) -> None:
     tokenizers = {name: load_tokenizer(source) for name, source in find_models(settings).items()}
     with Workers() as workers:
         async with GrpcServer(settings, [SERVICE], status) as server:
-            servicer = TokenizerServicer(tokenizers, workers, PrefixCache(settings.text_cache_memory))
+            cache = PrefixCache(settings.text_cache_memory)
+            status.registry.register(TokenizerState(workers, cache))
+            servicer = TokenizerServicer(tokenizers, workers, cache, TokenizerMetrics(status.registry, tokenizers))
             tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(servicer, server.grpc)
             await server.start()
             server.set_ready(True)

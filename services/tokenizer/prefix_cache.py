@@ -37,14 +37,21 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
+        self.lookup_bytes = 0
+        """Bytes of all texts that were looked for, in UTF-8."""
+        self.hit_bytes = 0
+        """Of those, bytes of texts that were there."""
         self._max_bytes = max_bytes
         self._parts: OrderedDict[_Key, array[int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: _Key) -> array[int] | None:
+        text_bytes = len(key[1].encode(errors="surrogatepass"))
         with self._lock:
+            self.lookup_bytes += text_bytes
             ids = self._parts.get(key)
             if ids is not None:
+                self.hit_bytes += text_bytes
                 self._parts.move_to_end(key)
             return ids
 

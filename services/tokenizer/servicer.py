@@ -10,6 +10,8 @@ import grpc
 from kvern.engine.block_hash import DIGEST_VERSION
 from kvern.services.runtime.errors import InvalidArgument, NotFound
 from kvern.services.runtime.text import Tokenizer, check_token_ids
+from kvern.services.runtime.tracing import current_span
+from kvern.services.tokenizer.metrics import TokenizerMetrics
 from kvern.services.tokenizer.prefix_cache import PrefixCache
 from kvern.services.tokenizer.prompt import PromptEncoder
 from kvern.services.tokenizer.workers import Workers
@@ -22,16 +24,24 @@ _Served = TypeVar("_Served")
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Serves the tokenizers of one or several models, by the models' names."""
 
-    def __init__(self, tokenizers: Mapping[str, Tokenizer], workers: Workers, cache: PrefixCache) -> None:
+    def __init__(
+        self, tokenizers: Mapping[str, Tokenizer], workers: Workers, cache: PrefixCache, metrics: TokenizerMetrics
+    ) -> None:
         self._tokenizers = tokenizers
-        self._encoders = {name: PromptEncoder(tokenizer, cache) for name, tokenizer in tokenizers.items()}
+        self._encoders = {
+            name: metrics.counting(name, PromptEncoder(tokenizer, cache).encode)
+            for name, tokenizer in tokenizers.items()
+        }
         self._workers = workers
 
     async def EncodePrompt(
         self, request: tokenizer_pb2.EncodePromptRequest, context: _Context
     ) -> tokenizer_pb2.EncodePromptResponse:
-        encoder = _find(self._encoders, request.model)
-        return await self._workers.run(request.ByteSize(), encoder.encode, request)
+        encode = _find(self._encoders, request.model)
+        with current_span().child("encode") as span:
+            encoded = await self._workers.run(request.ByteSize(), encode, request)
+            span.set({"kvern.num_tokens": len(encoded.token_ids)})
+        return encoded
 
     async def DecodeTokens(
         self, request: tokenizer_pb2.DecodeTokensRequest, context: _Context

@@ -33,8 +33,10 @@ class Workers:
     """
 
     def __init__(self, *, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
-        self._small = _Threads(len(os.sched_getaffinity(0)), "worker", max_jobs, max_bytes)
-        self._large = _Threads(1, "large-worker", max_jobs, max_bytes)
+        self.num_refused = {"jobs": 0, "bytes": 0}
+        """Requests refused, by the bound that was reached."""
+        self._small = _Threads(len(os.sched_getaffinity(0)), "worker", max_jobs, max_bytes, self.num_refused)
+        self._large = _Threads(1, "large-worker", max_jobs, max_bytes, self.num_refused)
 
     async def run(
         self, num_bytes: int, function: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs
@@ -45,6 +47,11 @@ class Workers:
         """
         threads = self._large if num_bytes > LARGE_BYTES else self._small
         return await threads.run(num_bytes, partial(function, *args, **kwargs))
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs running and waiting."""
+        return self._small.num_jobs + self._large.num_jobs
 
     def __enter__(self) -> Self:
         return self
@@ -59,11 +66,12 @@ class Workers:
 class _Threads:
     """A pool of threads with bounds on its jobs, running and waiting."""
 
-    def __init__(self, num_threads: int, name: str, max_jobs: int, max_bytes: int) -> None:
+    def __init__(self, num_threads: int, name: str, max_jobs: int, max_bytes: int, num_refused: dict[str, int]) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._idle = asyncio.Semaphore(num_threads)
-        self._max_jobs, self._num_jobs = max_jobs, 0
+        self._max_jobs, self.num_jobs = max_jobs, 0
         self._max_bytes, self._num_bytes = max_bytes, 0
+        self._num_refused = num_refused
 
     async def run(self, num_bytes: int, function: Callable[[], _Result]) -> _Result:
         self._enter(num_bytes)
@@ -82,15 +90,17 @@ class _Threads:
         self._pool.shutdown(cancel_futures=True)
 
     def _enter(self, num_bytes: int) -> None:
-        if self._num_jobs == self._max_jobs:
-            raise ResourceExhausted(f"{self._num_jobs} requests are waiting", retry_after_s=RETRY_AFTER_S)
+        if self.num_jobs == self._max_jobs:
+            self._num_refused["jobs"] += 1
+            raise ResourceExhausted(f"{self.num_jobs} requests are waiting", retry_after_s=RETRY_AFTER_S)
         if self._num_bytes + num_bytes > self._max_bytes:
+            self._num_refused["bytes"] += 1
             raise ResourceExhausted(f"requests of {self._num_bytes:,} bytes are waiting", retry_after_s=RETRY_AFTER_S)
-        self._num_jobs += 1
+        self.num_jobs += 1
         self._num_bytes += num_bytes
 
     def _leave(self, num_bytes: int) -> None:
-        self._num_jobs -= 1
+        self.num_jobs -= 1
         self._num_bytes -= num_bytes
 
     def _end(self, num_bytes: int) -> None:

@@ -72,3 +72,15 @@ def test_up_with_the_base_install_says_what_to_install(base_install: Path) -> No
     assert done.returncode == 1
     assert "pip install 'kvern[engine]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_capacity_works_with_the_base_install(base_install: Path, smollm2_path: Path) -> None:
+    done = _run(base_install, "capacity", str(smollm2_path), "--gpu", "l4")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "134.5 M parameters" in done.stdout
+
+
+def test_capacity_of_a_hub_model_with_the_base_install_says_what_to_install(base_install: Path) -> None:
+    done = _run(base_install, "capacity", "owner/name", "--gpu", "l4")
+    assert done.returncode == 1
+    assert "pip install 'kvern[services]'" in done.stderr

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 
 from kvern.client import AsyncClient
+from tests.collector import QUICKLY, Collector, collecting
 from tests.up_process import UpProcess
 
 from .crowd import Crowd
@@ -15,9 +16,26 @@ from .fleet import NO_HELP, NUM_REPLICAS, wait_ready
 
 
 @pytest.fixture(scope="package")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    flags = (f"--replicas={NUM_REPLICAS}", "--max-model-len=256", "--num-blocks=256", "--num-threads=1")
-    with UpProcess(tmp_path_factory.mktemp("replicas"), *flags) as up:
+def collected() -> Iterator[tuple[Collector, str]]:
+    with collecting() as collected:
+        yield collected
+
+
+@pytest.fixture(scope="package")
+def collector(collected: tuple[Collector, str]) -> Collector:
+    return collected[0]
+
+
+@pytest.fixture(scope="package")
+def replicas(tmp_path_factory: pytest.TempPathFactory, collected: tuple[Collector, str]) -> Iterator[UpProcess]:
+    """A set that traces what comes with a trace, and nothing else."""
+    flags = [f"--replicas={NUM_REPLICAS}", "--max-model-len=256", "--num-blocks=256", "--num-threads=1"]
+    flags += [f"--otlp-endpoint={collected[1]}", "--trace-sample-ratio=0"]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUICKLY.items():
+            patch.setenv(name, value)
+        process = UpProcess(tmp_path_factory.mktemp("replicas"), *flags)
+    with process as up:
         up.wait_ready()
         yield up
 

@@ -18,6 +18,7 @@ from kvern.engine.block_hash import DIGEST_BYTES, extend_digests, root_digest
 from kvern.services.router.index_reader import IndexReader
 from kvern.services.runtime.redis_index import open_redis
 from kvern.v1 import router_pb2
+from tests.services.index.indexed_pool import new_reader
 from tests.services.processes import running
 from tests.up_process import PATIENCE_S, UpProcess, free_port, wait_until
 
@@ -37,7 +38,7 @@ def long_prompt(number: int) -> list[int]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def reader(replicas: UpProcess) -> AsyncIterator[IndexReader]:
     async with open_redis(f"unix://{replicas.sockets}/redis.sock") as client:
-        index = IndexReader(client)
+        index = new_reader(client)
         watching = asyncio.create_task(index.watch(lambda entries: None))
         yield index
         watching.cancel()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -9,7 +10,7 @@ import pytest
 
 from kvern.engine.block_pool import BlockPool
 from kvern.engine.core import Abort, Add, EngineCore, Output, Park, Refused, ResetCache, Stop, TakeSnapshot, Unpark
-from kvern.engine.plan import FirstScheduled, Plan, StepResult
+from kvern.engine.plan import FirstScheduled, Plan, StepResult, StepStats
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler, SchedulerConfig
 
@@ -184,6 +185,48 @@ def test_run_reset_of_the_cache_tells_that_everything_is_gone() -> None:
         core.send(ResetCache())
         while mirror.digests:
             mirror.apply(outputs.get(timeout=10))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_run_tells_of_each_step_how_large_it_was_and_where_its_time_went(depth: int) -> None:
+    """A runner's own phases are what it measures: this one measures none."""
+    runner = CheckedRunner(NUM_BLOCKS, 4)
+    core = make_core(runner, depth=depth)
+    steps: list[StepStats] = []
+    with running(core) as outputs:
+        for number in range(3):
+            core.send(Add(make_request(number, [number] * 9, 8)))
+        num_ended = 0
+        while num_ended < 3:
+            result = outputs.get(timeout=10)
+            assert isinstance(result, StepResult)
+            num_ended += len(result.ended)
+            if result.step is not None:
+                steps.append(result.step)
+            else:
+                assert result.token_ids == []
+    assert len(steps) == runner.num_executed
+    assert sum(step.num_tokens for step in steps) == runner.num_computed_tokens
+    assert max(step.num_seqs for step in steps) == runner.max_entries
+    assert all(step.times.schedule_ns and step.times.commit_ns and step.times.commands_ns for step in steps)
+    assert any(step.times.emit_ns for step in steps)
+    assert not any(step.times.forward_ns for step in steps)
+
+
+def test_run_is_idle_exactly_while_there_is_nothing_to_do() -> None:
+    runner = SteppedRunner()
+    core = make_core(runner)
+    with running(core) as outputs:
+        core.send(Add(make_request(0, [1], 1)))
+        outputs.get(timeout=10)  # it is scheduled, and its step waits for a permit
+        assert not core.is_idle
+        runner.permits.release()
+        collect(outputs, 1)
+        core.send(Abort(0))
+        outputs.get(timeout=10)  # the loop has come round
+        deadline = time.monotonic() + 10
+        while not core.is_idle:
+            assert time.monotonic() < deadline
 
 
 def test_run_expects_of_a_step_what_steps_like_it_took() -> None:

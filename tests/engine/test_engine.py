@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvern.engine.config import EngineConfig
-from kvern.engine.model import LoadedModel, load_model
+from kvern.engine.model.loader import LoadedModel, load_model
 from kvern.engine.request import SamplingParams
 from kvern.engine.startup import build_engine
 from kvern.services.engine.convert import choice_seed

@@ -12,7 +12,7 @@ from kvern.engine.config import EngineConfig
 from kvern.engine.constraint import Constraint, ConstraintKind
 from kvern.engine.core import Add, EngineCore, Output, Stop
 from kvern.engine.grammar import GrammarCompiler
-from kvern.engine.model import LoadedModel
+from kvern.engine.model.loader import LoadedModel
 from kvern.engine.plan import ChoiceEnded, StepResult
 from kvern.engine.request import FinishReason, Request, SamplingParams, StoppingParams
 from kvern.engine.startup import build_engine

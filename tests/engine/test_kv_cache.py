@@ -11,10 +11,11 @@ import torch
 
 from kvern.engine.config import EngineConfig
 from kvern.engine.errors import ConfigError
-from kvern.engine.kv_cache import PoolSize, allocate_kv, kv_block_bytes, size_pool
+from kvern.engine.kv_cache import PoolSize, allocate_kv, size_pool
 from kvern.engine.memory import available_bytes
-from kvern.engine.model import LoadedModel
-from kvern.engine.summary import Capacity
+from kvern.engine.model.loader import LoadedModel
+from kvern.engine.sizes import kv_block_bytes
+from kvern.engine.startup import capacity_of
 
 from .tiny_llama import load, save_tiny
 
@@ -38,8 +39,8 @@ def test_block_bytes_are_those_of_the_memory_allocated(model: LoadedModel) -> No
     kv = allocate_kv(model, 16, 7)
     assert kv.shape == (7, 2, 2, 2, 16, 16)
     assert kv.nbytes == 7 * BLOCK_BYTES
-    assert kv_block_bytes(model.config, 16, torch.float32) == BLOCK_BYTES
-    assert kv_block_bytes(model.config, 32, torch.bfloat16) == BLOCK_BYTES
+    assert kv_block_bytes(model.config, 16, torch.float32.itemsize) == BLOCK_BYTES
+    assert kv_block_bytes(model.config, 32, torch.bfloat16.itemsize) == BLOCK_BYTES
 
 
 def test_num_blocks_decides_before_memory(model: LoadedModel) -> None:
@@ -91,7 +92,7 @@ def test_memory_for_less_than_a_block_is_refused(model: LoadedModel) -> None:
 
 def test_capacity_says_what_the_engine_holds(model: LoadedModel) -> None:
     config = EngineConfig(model_path=model.path, num_blocks=40, max_model_len=250, max_num_seqs=5)
-    capacity = Capacity.of(model, config, size_pool(config, model))
+    capacity = capacity_of(model, config, size_pool(config, model))
     assert (capacity.num_tokens, capacity.num_full_requests) == (640, 2.5)
     assert (capacity.kv_bytes, capacity.weight_bytes) == (40 * BLOCK_BYTES, 4 * model.num_parameters)
     text = "\n".join(capacity.lines())

@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 
 from kvern.engine.config import EngineConfig
 from kvern.engine.errors import ConfigError, ModelError
-from kvern.engine.model import load_model
 from kvern.engine.model.fingerprint import model_fingerprint
+from kvern.engine.model.loader import load_model
 
 from .tiny_llama import assert_same_logits, edit_json, expected_logits, load, logits_of, save_tiny
 

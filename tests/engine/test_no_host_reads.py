@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvern.engine.config import EngineConfig
-from kvern.engine.model import LoadedModel
+from kvern.engine.model.loader import LoadedModel
 from kvern.engine.plan import Plan
 from kvern.engine.request import SamplingParams, StoppingParams
 from kvern.engine.startup import build_engine

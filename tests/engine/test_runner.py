@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvern.engine.config import EngineConfig
-from kvern.engine.model import LoadedModel, load_model
+from kvern.engine.model.loader import LoadedModel, load_model
 from kvern.engine.plan import Plan, PlanEntry, SampledToken
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.runner import ModelRunner

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from kvern.engine import runner
 from kvern.engine.block_pool import BlockPool
 from kvern.engine.config import EngineConfig
-from kvern.engine.model import LoadedModel
+from kvern.engine.model.loader import LoadedModel
 from kvern.engine.plan import PromptLogprobs, SampledToken, TokenLogprobs
 from kvern.engine.request import FinishReason, Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler, SchedulerConfig

@@ -11,7 +11,7 @@ import pytest
 from kvern.engine.config import EngineConfig
 from kvern.engine.constraint import Constraint, ConstraintKind
 from kvern.engine.grammar import Grammar, GrammarCompiler
-from kvern.engine.model import LoadedModel, load_model
+from kvern.engine.model.loader import LoadedModel, load_model
 from kvern.engine.request import FinishReason, SamplingParams
 from kvern.engine.startup import build_engine
 from kvern.services.runtime.model_source import find_model

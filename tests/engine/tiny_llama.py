@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvern.engine.config import EngineConfig
 from kvern.engine.kv_cache import allocate_kv
-from kvern.engine.model import LoadedModel, load_model
+from kvern.engine.model.loader import LoadedModel, load_model
 from kvern.kernels.paged_attention import plan_attention
 
 VOCAB_SIZE = 97

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvern.engine.config import EngineConfig
 from kvern.engine.kv_cache import allocate_kv
-from kvern.engine.model import LoadedModel
+from kvern.engine.model.loader import LoadedModel
 from kvern.engine.plan import Plan, PlanEntry
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.runner import ModelRunner

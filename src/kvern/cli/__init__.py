@@ -8,8 +8,10 @@ from typing import NoReturn
 
 import click
 
+from kvern.cli.capacity import capacity
 from kvern.cli.chat import chat
 from kvern.cli.doctor import doctor
+from kvern.cli.download import download
 from kvern.cli.generate import generate
 from kvern.cli.logs import logs
 from kvern.cli.models import models
@@ -35,7 +37,7 @@ def kvern() -> None:
     """
 
 
-for _command in (up, run, chat, generate, tokenize, models, route, status, logs, doctor):
+for _command in (up, run, chat, generate, tokenize, models, route, status, logs, download, capacity, doctor):
     kvern.add_command(_command)
 
 

@@ -6,14 +6,19 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from prometheus_client import CollectorRegistry
+
 from kvern.services.detokenizer.engine_request import EngineRequest
 from kvern.services.detokenizer.generation import Generation
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
+from kvern.services.detokenizer.metrics import DetokenizerMetrics
 from kvern.services.detokenizer.turns import Turns
 from kvern.services.runtime.slow_reader import ReaderWatch
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
 from .scripted_engine import EOS, INFO
+
+METRICS = DetokenizerMetrics(CollectorRegistry()).of(INFO.model)
 
 
 @dataclass
@@ -46,12 +51,12 @@ class Driver:
 
     async def run(self, request: inference_pb2.GenerateRequest) -> list[replica_pb2.ServeResponse]:
         """Return all frames of a request. An engine is asked only where there is something to generate."""
-        generation = Generation(request, INFO, self._decoders, arrived_at=0.0)
+        generation = Generation(request, INFO, self._decoders, 0.0, METRICS)
         resumed = await generation.replay(request.stopping.max_tokens)
         positions = dict.fromkeys(generation.unfinished, 0)
         positions |= {each.index: len(each.token_ids) for each in resumed}
         with ReaderWatch(600) as reader:
-            engine = EngineRequest(1, positions, self._hear, reader, Turns()) if positions else None
+            engine = EngineRequest(1, positions, self._hear, reader, Turns(), lambda: None) if positions else None
             reading = asyncio.create_task(_read(generation, engine))
             while positions and engine is not None:
                 self._step(engine, positions, told=request.output.HasField("logprobs"))

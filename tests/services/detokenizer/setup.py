@@ -19,6 +19,7 @@ from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2, replica_pb2_grpc
 from tests.services.processes import running
+from tests.services.scraping import status_address
 
 from .scripted_engine import ScriptedEngine, serving
 
@@ -69,6 +70,8 @@ class Setup:
     replica: replica_pb2_grpc.ReplicaServiceAsyncStub
     health: health_pb2_grpc.HealthStub
     tokenizer: Tokenizer
+    status: str
+    """Where it tells its metrics."""
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -137,7 +140,8 @@ async def detokenizing(
     engine: ScriptedEngine, folder: Path, *flags: str, drain_delay_s: float = 0
 ) -> AsyncIterator[Setup]:
     address, engine_address = f"unix:{folder}/detokenizer.sock", f"unix:{folder}/engine.sock"
-    flags = ("--listen", address, "--engine", engine_address, *flags)
+    status = status_address()
+    flags = ("--listen", address, "--engine", engine_address, "--status-listen", status, *flags)
     async with (
         serving(engine, engine_address),
         running("detokenizer", *flags, log=folder / "log", drain_delay_s=drain_delay_s) as process,
@@ -149,4 +153,5 @@ async def detokenizing(
             replica_pb2_grpc.ReplicaServiceStub(channel),
             health_pb2_grpc.HealthStub(channel),
             load_tokenizer(find_model("smollm2")),
+            status,
         )

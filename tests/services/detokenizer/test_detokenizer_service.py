@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import grpc
@@ -295,6 +296,24 @@ async def test_call_after_a_cancelled_one_is_served_at_once(setup: Setup) -> Non
     setup.engine.end(request_id)
     assert text_of(await call.rest()) == "x"
     await setup.aborted()
+
+
+async def test_detokenizer_is_not_ready_while_its_engine_is_stalled(setup: Setup) -> None:
+    """G02."""
+    setup.engine.step(load=replica_pb2.ReplicaLoad(num_running=1, stalled=True))
+    await setup.health_becomes(NOT_SERVING)
+    info = await setup.info()
+    assert (info.state, info.load.stalled) == (replica_pb2.REPLICA_STATE_READY, True)
+    setup.engine.step(load=replica_pb2.ReplicaLoad())
+    await setup.health_becomes(SERVING)
+    assert not (await setup.info()).load.stalled
+
+
+async def test_request_carries_the_stamp_of_its_arrival(setup: Setup) -> None:
+    before = time.monotonic_ns()
+    call, _ = await setup.begin()
+    assert before <= call.add.arrived_ns <= time.monotonic_ns()
+    call.call.cancel()
 
 
 async def test_call_cancelled_while_its_reader_is_stalled_is_aborted(setup: Setup) -> None:

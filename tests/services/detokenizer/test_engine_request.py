@@ -8,8 +8,11 @@ import pytest
 
 from kvern.services.detokenizer.engine_request import MAX_BUFFERED_TOKENS, EngineRequest
 from kvern.services.detokenizer.turns import Turns
+from kvern.services.runtime.otlp import OtlpTracer
 from kvern.services.runtime.slow_reader import ReaderWatch
+from kvern.services.runtime.tracing import Kind, serve_in
 from kvern.v1 import engine_pb2
+from tests.collector import collecting, new_client_span
 
 
 class Recorder:
@@ -30,7 +33,7 @@ def commands() -> Recorder:
 async def test_request_is_parked_once_while_its_writer_is_busy_and_goes_on_when_it_takes(commands: Recorder) -> None:
     """E18."""
     with ReaderWatch(60) as reader:
-        request = EngineRequest(1, [0, 1], commands, reader, Turns())
+        request = EngineRequest(1, [0, 1], commands, reader, Turns(), lambda: None)
         for choice in (0, 1):
             request.add_tokens(choice, [5] * (MAX_BUFFERED_TOKENS // 2), (), 0.0)
         assert (commands.sent, request.is_parked) == ([], False)
@@ -45,7 +48,7 @@ async def test_request_is_parked_once_while_its_writer_is_busy_and_goes_on_when_
 
 async def test_much_at_once_for_a_writer_that_waits_parks_nothing(commands: Recorder) -> None:
     with ReaderWatch(60) as reader:
-        request = EngineRequest(1, [0], commands, reader, Turns())
+        request = EngineRequest(1, [0], commands, reader, Turns(), lambda: None)
         writer = asyncio.create_task(request.next_news())
         await asyncio.sleep(0)
         request.add_tokens(0, [5] * 2 * MAX_BUFFERED_TOKENS, (), 0.0)
@@ -57,7 +60,7 @@ async def test_alternatives_and_the_prompts_log_probabilities_fill_the_buffer(co
     item = engine_pb2.EngineTokenLogprobs(top_ids=range(63), top_logprobs=[0.0] * 63)
     items = [item] * (MAX_BUFFERED_TOKENS // 64)
     with ReaderWatch(60) as reader:
-        request = EngineRequest(1, [0], commands, reader, Turns())
+        request = EngineRequest(1, [0], commands, reader, Turns(), lambda: None)
         request.add_tokens(0, [5] * len(items), items, 0.0)
         assert not request.is_parked
         request.add_prompt_logprobs(engine_pb2.EnginePromptLogprobs(start=1, items=[item]))
@@ -66,7 +69,7 @@ async def test_alternatives_and_the_prompts_log_probabilities_fill_the_buffer(co
 
 async def test_choice_that_ended_after_it_was_aborted_is_counted_once(commands: Recorder) -> None:
     with ReaderWatch(60) as reader:
-        request = EngineRequest(1, [0, 1], commands, reader, Turns())
+        request = EngineRequest(1, [0, 1], commands, reader, Turns(), lambda: None)
         request.abort_choice(0)
         request.end_choice(engine_pb2.ChoiceEnd(id=1, index=0), 0.0)
         assert request.is_running
@@ -76,8 +79,25 @@ async def test_choice_that_ended_after_it_was_aborted_is_counted_once(commands: 
 
 async def test_parked_request_that_has_ended_is_not_asked_to_go_on(commands: Recorder) -> None:
     with ReaderWatch(60) as reader:
-        request = EngineRequest(1, [0], commands, reader, Turns())
+        request = EngineRequest(1, [0], commands, reader, Turns(), lambda: None)
         request.add_tokens(0, [5] * (MAX_BUFFERED_TOKENS + 1), (), 0.0)
         request.end_choice(engine_pb2.ChoiceEnd(id=1), 0.0)
         await request.next_news()
     assert commands.sent == ["park"]
+
+
+async def test_parked_request_says_so_in_the_span_of_its_call(commands: Recorder) -> None:
+    client = new_client_span()
+
+    async def park(tracer: OtlpTracer) -> None:
+        span = tracer.begin("Serve", Kind.SERVER, {"traceparent": client.traceparent})
+        serve_in(span)
+        with ReaderWatch(60) as reader, span:
+            request = EngineRequest(1, [0], commands, reader, Turns(), lambda: None)
+            request.add_tokens(0, [5] * (MAX_BUFFERED_TOKENS + 1), (), 0.0)
+
+    with collecting() as (collector, endpoint):
+        tracer = OtlpTracer("detokenizer", endpoint, 1.0)
+        await asyncio.create_task(park(tracer))
+        await tracer.close()
+    assert collector.trace(client).one("detokenizer", "Serve").events == ["parked"]

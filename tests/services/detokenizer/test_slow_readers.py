@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from kvern.v1 import engine_pb2
+from tests.services.scraping import scrape_until
 
 from .scripted_engine import ScriptedEngine
 from .setup import SERVING, TIMEOUT_S, Setup, details_of, detokenizing, finished_of, text_of
@@ -87,6 +88,11 @@ async def test_call_parked_too_long_ends_though_it_is_stuck_in_a_write(impatient
     assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details_of(ended.value) == ("SLOW_READER", 1.0)
     assert ended.value.details() == "the reader has held up its call for 0.5 s"
+    serve = {"method": "kvern.v1.ReplicaService/Serve", "code": "RESOURCE_EXHAUSTED"}
+    now = await scrape_until(impatient.status, lambda now: now("kvern_rpc_requests_total", **serve) == 1)
+    assert now("kvern_detokenizer_sheds_total", reason="SLOW_READER") == now("kvern_detokenizer_sheds_total") == 1
+    assert now("kvern_detokenizer_choices_total", reason="abort") == now("kvern_detokenizer_choices_total") == 1
+    assert now("kvern_detokenizer_parks_total") >= 1
 
 
 async def test_ended_answer_that_nobody_reads_gives_its_place_back(impatient: Setup) -> None:

@@ -15,6 +15,7 @@ from kvern.services.engine.replica_index import ReplicaIndex
 from kvern.services.router.index_reader import IndexReader
 from kvern.services.runtime.redis_index import RedisClient, RegistryEntry, open_redis
 from kvern.services.runtime.redis_index.keys import ReplicaKeys, home_shard
+from tests.services.index.indexed_pool import new_reader
 from tests.services.index.redis_servers import RedisServer
 from tests.services.processes import running
 
@@ -59,7 +60,7 @@ async def test_engine_is_registered_from_its_start_and_indexed_until_it_ends(
     tmp_path: Path, server: RedisServer, redis: RedisClient
 ) -> None:
     """F22: a replica that starts says so. One that drains says so at once, and leaves nothing."""
-    reader, socket = IndexReader(redis), f"unix:{tmp_path}/engine.sock"
+    reader, socket = new_reader(redis), f"unix:{tmp_path}/engine.sock"
     async with running("engine", *flags(socket, server), log=tmp_path / "log") as process:
         starting = await until(reader, lambda entry: entry is not None and entry.state == "starting")
         async with connect(socket) as (connection, hello):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvern.services.gateway.client_watch import MAX_BODY_BYTES
 from kvern.services.runtime.errors import NotFound, ResourceExhausted, Unavailable
 from kvern.v1 import inference_pb2
 from tests.services.processes import running
+from tests.services.scraping import EVERY_SERVICE, scrape, scrape_until, status_address
 
 from .http_client import until_listening
 from .scripted_router import STARTED, ScriptedRouter, delta, fails_after, finished, responds, stalls_after
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 USER = {"role": "user", "content": "Hello"}
 CHAT = "/v1/chat/completions"
 
+METRICS = EVERY_SERVICE | {
+    "kvern_gateway_requests_total",
+    "kvern_gateway_request_duration_seconds",
+    "kvern_gateway_open_streams",
+}
+
 
 @dataclass
 class Setup:
@@ -32,6 +39,8 @@ class Setup:
 
     router: ScriptedRouter
     client: httpx.AsyncClient
+    status: str
+    """Where it tells its metrics."""
 
     async def chat(self, **fields: object) -> httpx.Response:
         return await self.client.post(CHAT, json={"messages": [USER]} | fields)
@@ -59,14 +68,15 @@ class Setup:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def started(tmp_path_factory: pytest.TempPathFactory, listen: str) -> AsyncIterator[Setup]:
     folder = tmp_path_factory.mktemp("gateway")
-    router, address = ScriptedRouter(), f"unix:{folder}/router.sock"
+    router, address, status = ScriptedRouter(), f"unix:{folder}/router.sock", status_address()
+    flags = ("--listen", listen, "--router", address, "--status-listen", status)
     async with (
         router.serving(address),
-        running("gateway", "--listen", listen, "--router", address, log=folder / "log"),
+        running("gateway", *flags, log=folder / "log"),
         httpx.AsyncClient(base_url=f"http://{listen}", timeout=20) as client,
     ):
         await until_listening(client)
-        yield Setup(router, client)
+        yield Setup(router, client, status)
 
 
 @pytest.fixture
@@ -365,16 +375,49 @@ async def test_chat_client_disconnects_mid_stream_cancels_call(setup: Setup) -> 
     await asyncio.wait_for(setup.router.ended.wait(), 10)
 
 
+async def test_metrics_count_by_route_and_code_and_a_client_that_left_apart(setup: Setup) -> None:
+    """H08: paths that clients make up share one series."""
+    before = await scrape_until(setup.status, lambda now: not now("kvern_gateway_open_streams"))
+    before.assert_has(METRICS)
+
+    async def counted(num_requests: int) -> Callable[..., float]:
+        """Wait until so many requests are counted. Return what tells how many have some labels."""
+        name = "kvern_gateway_requests_total"
+        after = await scrape_until(setup.status, lambda now: now(name) >= before(name) + num_requests)
+        return lambda **labels: after(name, **labels) - before(name, **labels)
+
+    await setup.chat()
+    await setup.events()
+    await setup.chat(temperature="hot")
+    await setup.client.get(CHAT)
+    setup.router.behaviour = stalls_after(STARTED, delta("Hi"))
+    async with setup.client.stream("POST", CHAT, json={"messages": [USER], "stream": True}) as response:
+        assert "assistant" in await anext(response.aiter_lines())
+        assert (await scrape(setup.status))("kvern_gateway_open_streams") == 1
+    more = await counted(5)
+    assert [more(route=CHAT, code=code) for code in ("200", "400", "405", "499")] == [2, 1, 1, 1]
+    for number in range(20):
+        await setup.client.get(f"/v1/made/up/{number}")
+    more = await counted(25)
+    assert more(route="other", code="404") == more(route="other") == 20
+    after = await scrape(setup.status)
+    assert after("kvern_gateway_open_streams") == 0
+    duration = "kvern_gateway_request_duration_seconds_count"
+    assert after(duration, route=CHAT) - before(duration, route=CHAT) == 5
+
+
 async def test_models_are_listed(setup: Setup) -> None:
     answer = (await setup.client.get("/v1/models")).json()
     [model] = answer["data"]
     assert (answer["object"], model["id"], model["object"], model["owned_by"]) == ("list", "tiny", "model", "kvern")
 
 
-async def test_health_follows_router(setup: Setup) -> None:
+async def test_health_and_readiness_follow_router(setup: Setup) -> None:
     assert (await setup.client.get("/health")).status_code == 200
+    await scrape_until(setup.status, lambda now: now("kvern_ready") == 1)
     await setup.router.set_serving(False)
     assert (await setup.client.get("/health")).status_code == 503
+    await scrape_until(setup.status, lambda now: now("kvern_ready") == 0)
     await setup.router.set_serving(True)
 
 

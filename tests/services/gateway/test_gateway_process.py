@@ -17,6 +17,7 @@ from kvern.services.gateway.settings import GatewaySettings
 from kvern.services.runtime.settings import SettingsError
 from kvern.v1.inference_pb2 import GenerateRequest, GenerateResponse
 from tests.services.processes import running
+from tests.services.scraping import scrape, scrape_until, status_address
 
 from .http_client import until_listening
 from .scripted_router import STARTED, ScriptedRouter, delta, finished
@@ -49,15 +50,17 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, listen: str) ->
         yield delta("whole")
         yield finished()
 
-    router, address = ScriptedRouter(), f"unix:{tmp_path}/router.sock"
+    router, address, status = ScriptedRouter(), f"unix:{tmp_path}/router.sock", status_address()
     router.behaviour = behaviour
+    flags = ("--listen", listen, "--router", address, "--status-listen", status)
     body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
     async with (
         router.serving(address),
-        running("gateway", "--listen", listen, "--router", address, log=tmp_path / "log", drain_delay_s=2) as process,
+        running("gateway", *flags, log=tmp_path / "log", drain_delay_s=2) as process,
         httpx.AsyncClient(base_url=f"http://{listen}", timeout=20) as client,
     ):
         await until_listening(client)
+        await scrape_until(status, lambda now: now("kvern_ready") == 1)
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.aiter_lines()
             assert "assistant" in await anext(lines)
@@ -67,6 +70,7 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, listen: str) ->
                     pass
             await asyncio.sleep(0.3)  # uvicorn acts on its exit flag within 0.1 s, were it set
             assert (await client.get("/health")).status_code == 503
+            assert (await scrape(status))("kvern_ready") == 0
             may_finish.set()
             rest = [line async for line in lines]
         assert any("whole" in line for line in rest)

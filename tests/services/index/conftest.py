@@ -11,6 +11,7 @@ from kvern.services.engine import index_writer
 from kvern.services.router import index_reader
 from kvern.services.router.index_reader import IndexReader
 from kvern.services.runtime.redis_index import RedisClient, open_redis
+from tests.services.index.indexed_pool import new_reader
 from tests.services.index.redis_servers import REDIS_ON_PATH, RedisServer, running_cluster
 
 BACKENDS = ["tcp", "unix", "acl", "cluster", *(["system"] if REDIS_ON_PATH else [])]
@@ -46,7 +47,7 @@ async def redis(redis_url: str) -> AsyncIterator[RedisClient]:
 
 @pytest.fixture
 def reader(redis: RedisClient) -> IndexReader:
-    return IndexReader(redis)
+    return new_reader(redis)
 
 
 @pytest.fixture

@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Self
 
+from prometheus_client import CollectorRegistry
+
 from kvern.engine.block_hash import extend_digests, root_digest
 from kvern.engine.block_pool import BlockPool
 from kvern.services.engine.index_delta import Delta, Position
 from kvern.services.engine.index_writer import IndexWriter
 from kvern.services.engine.replica_index import ReplicaIndex
 from kvern.services.router.index_reader import IndexReader
+from kvern.services.router.metrics import IndexMetrics
 from kvern.services.runtime.redis_index import RedisClient, RegistryEntry, ReplicaState
 from kvern.services.runtime.redis_index.keys import ReplicaKeys, home_shard
 
@@ -26,6 +29,11 @@ SETTLE_TIMEOUT_S = 30.0
 
 def prompt_digests(token_ids: Sequence[int], salt: str = "", block_size: int = BLOCK_SIZE) -> list[bytes]:
     return extend_digests(root_digest(CONTRACT, salt), token_ids, block_size)
+
+
+def new_reader(redis: RedisClient, registry: CollectorRegistry | None = None) -> IndexReader:
+    """Return a router's view of the index. registry: where its lookups are counted."""
+    return IndexReader(redis, IndexMetrics(registry or CollectorRegistry()))
 
 
 class IndexedPool:

@@ -8,12 +8,21 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.asyncio.sentinel import SentinelConnectionPool
 
 from kvern.services.router.index_reader import MAX_FAILURES, IndexReader
 from kvern.services.runtime.redis_index import RedisClient, RegistryEntry, open_redis
-from tests.services.index.indexed_pool import CONTRACT, MODEL, IndexedPool, eventually, prompt_digests, settled
+from tests.services.index.indexed_pool import (
+    CONTRACT,
+    MODEL,
+    IndexedPool,
+    eventually,
+    new_reader,
+    prompt_digests,
+    settled,
+)
 from tests.services.index.proxy import proxied
 from tests.services.index.redis_servers import RedisServer, free_port, wait_for
 
@@ -38,6 +47,10 @@ def _sentinels(redis: RedisClient) -> list[Redis]:
     return pool.sentinel_manager.sentinels if isinstance(pool, SentinelConnectionPool) else []
 
 
+def lookups(registry: CollectorRegistry, result: str) -> float:
+    return registry.get_sample_value("kvern_router_index_lookups_total", {"result": result}) or 0.0
+
+
 async def ask(reader: IndexReader, digests: list[bytes], budget_s: float) -> dict[str, int]:
     return await reader.match(MODEL, CONTRACT, b"".join(digests), budget_s)
 
@@ -45,21 +58,21 @@ async def ask(reader: IndexReader, digests: list[bytes], budget_s: float) -> dic
 async def test_reply_of_a_cut_off_lookup_meets_no_other_caller(server: RedisServer) -> None:
     """F14: redis-py once left the reply on the connection."""
     async with proxied(server.port) as proxy, connected(proxy.url) as redis, IndexedPool(redis) as replica:
-        reader = IndexReader(redis)
+        reader = new_reader(redis, registry := CollectorRegistry())
         replica.serve(PROMPT)
         replica.serve(OTHER[:3])
         await settled(reader, PROMPT, replica)
         await settled(reader, OTHER, replica)
         proxy.delay_s = 0.1
         assert await ask(reader, PROMPT, 0.03) == {}
-        assert reader.num_timeouts == 1
+        assert lookups(registry, "timeout") == 1
         assert await ask(reader, OTHER, 5) == {replica.replica: 3}
 
 
 async def test_cancelled_lookup_leaves_no_reply_behind(server: RedisServer) -> None:
     """F14."""
     async with proxied(server.port) as proxy, connected(proxy.url) as redis, IndexedPool(redis) as replica:
-        reader = IndexReader(redis)
+        reader = new_reader(redis)
         replica.serve(PROMPT)
         await settled(reader, PROMPT, replica)
         proxy.delay_s = 0.1
@@ -74,7 +87,7 @@ async def test_cancelled_lookup_leaves_no_reply_behind(server: RedisServer) -> N
 
 async def test_frozen_redis_costs_a_lookup_its_budget_and_then_nothing(server: RedisServer) -> None:
     async with connected(server.url) as redis, IndexedPool(redis) as replica:
-        reader = IndexReader(redis)
+        reader = new_reader(redis, registry := CollectorRegistry())
         replica.serve(PROMPT)
         await settled(reader, PROMPT, replica)
         server.freeze()
@@ -82,7 +95,7 @@ async def test_frozen_redis_costs_a_lookup_its_budget_and_then_nothing(server: R
             for _ in range(MAX_FAILURES):
                 assert await ask(reader, PROMPT, 0.005) == {}
             assert await asyncio.wait_for(ask(reader, PROMPT, 3600), 60) == {}
-            assert reader.num_timeouts == MAX_FAILURES
+            assert lookups(registry, "timeout") == MAX_FAILURES
         finally:
             server.thaw()
         await settled(reader, PROMPT, replica)
@@ -91,14 +104,14 @@ async def test_frozen_redis_costs_a_lookup_its_budget_and_then_nothing(server: R
 async def test_redis_that_comes_back_empty_is_whole_again(server: RedisServer) -> None:
     """Reader and writer keep what they know meanwhile, and say nothing of replicas that nobody saw."""
     async with connected(server.url) as redis, IndexedPool(redis) as replica:
-        reader = IndexReader(redis)
+        reader = new_reader(redis, registry := CollectorRegistry())
         replica.serve(PROMPT)
         await settled(reader, PROMPT, replica)
         told: list[dict[str, RegistryEntry]] = []
         server.kill()
         watching = asyncio.create_task(reader.watch(told.append))
         assert await ask(reader, PROMPT, 1) == {}
-        assert reader.num_errors > 0
+        assert lookups(registry, "error") > 0
         replica.serve(OTHER)
         assert told == []
         server.start()
@@ -113,15 +126,15 @@ async def test_demoted_primary_is_left_for_the_new_one(server: RedisServer, tmp_
         new = stack.enter_context(RedisServer(tmp_path / "new"))
         proxy = await stack.enter_async_context(proxied(server.port))
         redis = await stack.enter_async_context(connected(proxy.url))
-        new_reader = IndexReader(await stack.enter_async_context(connected(new.url)))
+        reader_of_new = new_reader(await stack.enter_async_context(connected(new.url)))
         replica = await stack.enter_async_context(IndexedPool(redis))
         replica.serve(PROMPT)
-        await settled(IndexReader(redis), PROMPT, replica)
+        await settled(new_reader(redis), PROMPT, replica)
         proxy.target_port = new.port
         server.command("REPLICAOF", "127.0.0.1", new.port)
         replica.serve(OTHER)
-        await settled(new_reader, OTHER, replica)
-        await settled(new_reader, PROMPT, replica)
+        await settled(reader_of_new, OTHER, replica)
+        await settled(reader_of_new, PROMPT, replica)
 
 
 @pytest.fixture
@@ -148,7 +161,7 @@ class Sentinel(RedisServer):
 async def test_sentinel_leads_to_the_primary_of_the_moment(server: RedisServer, sentinel: RedisServer) -> None:
     url = f"redis+sentinel://127.0.0.1:{sentinel.port},127.0.0.1:{free_port()}/kvern"
     async with connected(url) as redis, IndexedPool(redis) as replica:
-        reader = IndexReader(redis)
+        reader = new_reader(redis)
         replica.serve(PROMPT)
         await settled(reader, PROMPT, replica)
         server.kill()

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvern.services.engine import index_writer
-from kvern.services.engine.index_writer import StaleEpoch
+from kvern.services.engine.index_writer import ResyncReason, StaleEpoch
 from kvern.services.engine.replica_index import EXPIRY_S, ReplicaIndex
 from kvern.services.router.index_reader import IndexReader
 from kvern.services.runtime.redis_index import RedisClient
@@ -160,6 +160,9 @@ async def test_flushed_redis_is_filled_again(redis: RedisClient, reader: IndexRe
         await settled(reader, PROMPT, replica)
         await redis.flushall()
         await settled(reader, PROMPT, replica)
+        writer = replica.writer
+        assert (writer.resyncs[ResyncReason.START], writer.resyncs[ResyncReason.MISMATCH]) == (1, 1)
+        assert (writer.num_mismatches, writer.num_pending, writer.is_up) == (1, 0, True)
         assert (await reader.refresh())[replica.replica] == replica.entry()
 
 

@@ -9,9 +9,8 @@ from contextlib import AsyncExitStack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvern.services.router.index_reader import IndexReader
 from kvern.services.runtime.redis_index import RedisClient, open_redis
-from tests.services.index.indexed_pool import IndexedPool, LossyIndex, prompt_digests, settled
+from tests.services.index.indexed_pool import IndexedPool, LossyIndex, new_reader, prompt_digests, settled
 
 # Prompts that share beginnings of every length.
 PROMPTS = [prompt_digests([*range(4 * shared), *range(100 * shared, 100 * shared + 40)]) for shared in range(10)]
@@ -37,7 +36,7 @@ async def _play(redis_url: str, steps: Sequence[tuple[int, tuple]]) -> None:
             await fleet.start()
             for number, step in steps:
                 await fleet.take(number, *step)
-            reader = IndexReader(redis)
+            reader = new_reader(redis)
             for prompt in PROMPTS:
                 await settled(reader, prompt, *fleet.replicas)
     finally:

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 from kvern.services.runtime.channel import open_channel
 from kvern.v1 import inference_pb2_grpc, router_pb2_grpc
 from tests.services.processes import running
+from tests.services.scraping import status_address
 
 from . import scripted
 from .scripted import ScriptedReplica, ScriptedTokenizer
@@ -22,9 +23,9 @@ async def starting(folder: Path, *flags: str) -> AsyncIterator[Setup]:
     """Run a router with these flags, and its peers."""
     tokenizer = ScriptedTokenizer(f"unix:{folder}/tokenizer.sock")
     replicas = [ScriptedReplica(f"unix:{folder}/replica-{number}.sock") for number in range(NUM_REPLICAS)]
-    address, log = f"unix:{folder}/router.sock", folder / "router.log"
+    address, log, status = f"unix:{folder}/router.sock", folder / "router.log", status_address()
     flags = (*flags, "--listen", address, "--tokenizer", tokenizer.address, "--max-streams", str(MAX_STREAMS))
-    flags += ("--replicas", ",".join(replica.address for replica in replicas))
+    flags += ("--replicas", ",".join(replica.address for replica in replicas), "--status-listen", status)
     async with (
         scripted.serving(tokenizer, *replicas),
         running("router", *flags, log=log),
@@ -32,7 +33,7 @@ async def starting(folder: Path, *flags: str) -> AsyncIterator[Setup]:
     ):
         inference = inference_pb2_grpc.InferenceServiceStub(channel)
         router = router_pb2_grpc.RouterServiceStub(channel)
-        setup = Setup(tokenizer, replicas, inference, router, health_pb2_grpc.HealthStub(channel), log)
+        setup = Setup(tokenizer, replicas, inference, router, health_pb2_grpc.HealthStub(channel), log, status)
         await channel.channel_ready()
         yield setup
 

@@ -169,6 +169,11 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             token_ids=token_ids, block_digests=[digests_of(token_ids, hashing) for hashing in request.hashings]
         )
 
+    async def GetTokenizerInfo(
+        self, request: tokenizer_pb2.GetTokenizerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> tokenizer_pb2.GetTokenizerInfoResponse:
+        return tokenizer_pb2.GetTokenizerInfoResponse(tokenizers=[tokenizer_pb2.TokenizerInfo(model=MODEL)])
+
     async def DecodeTokens(
         self, request: tokenizer_pb2.DecodeTokensRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> tokenizer_pb2.DecodeTokensResponse:

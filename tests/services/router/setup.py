@@ -31,6 +31,8 @@ class Setup:
     router: router_pb2_grpc.RouterServiceAsyncStub
     health: health_pb2_grpc.HealthStub
     log: Path
+    status: str
+    """Where it tells its metrics."""
 
     async def statuses(self, is_right: Callable[[list[router_pb2.ReplicaStatus]], bool]) -> None:
         """Wait until the router sees its replicas so."""

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from kvern.v1 import inference_pb2, replica_pb2
+from tests.services.scraping import Scrape, scrape
 
 from . import scripted
 from .answers import answer_of
@@ -98,6 +99,26 @@ async def test_first_replica_that_answers_after_all_wins(setup: Setup) -> None:
     assert (got.events, got.text) == (["started", "delta", "finished"], {0: "Hello"})
     assert len(setup.received()) == 2
     await setup.all_ready()
+
+
+async def test_each_second_replica_is_counted_once_as_won_or_lost(setup: Setup) -> None:
+    def hedges(now: Scrape) -> list[float]:
+        return [now("kvern_router_hedges_total", result=result) for result in ("won", "lost")]
+
+    before = hedges(await scrape(setup.status))
+    for asked in (FirstAsked(scripted.stall, answer), FirstAsked(answer_late, scripted.stall_after_start)):
+        setup.behave(asked)
+        await answer_of(setup.generate())
+        await setup.all_ready()
+    setup.behave(scripted.stall)
+    for replica in setup.replicas:
+        replica.received.clear()
+    call = setup.generate()
+    await setup.statuses(lambda all_: sum(each.num_in_flight for each in all_) == 2)
+    call.cancel()
+    await setup.all_ready()
+    after = hedges(await scrape(setup.status))
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 2]
 
 
 async def test_replica_that_answers_in_time_is_the_only_one_asked(setup: Setup) -> None:

@@ -94,7 +94,9 @@ def reset(setup: Setup, replicas: scripted.Behaviour) -> None:
 PIECES = st.sampled_from(["a", "b", " ab", "日", "😀", "é", "<|im_end|>", "\n"])
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 async def test_stream_cut_anywhere_is_what_it_would_have_been(
     started: Setup, tokenizer: Tokenizer, decoders: DecoderFactory, data: st.DataObject

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from pathlib import Path
+
 import pytest
 
 from kvern.services.router.models import list_models, max_context, resolve_model
-from kvern.services.router.replicas import Replica
+from kvern.services.router.replicas import Replica, ReplicaTable
 from kvern.services.runtime.errors import InvalidArgument, NotFound, Unavailable
 from kvern.v1 import replica_pb2
+
+_EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+"""The HTTP/2 frame that a server begins with, and a client waits for."""
 
 
 async def test_pause_of_suspected_replica_ends_at_once() -> None:
@@ -13,6 +20,31 @@ async def test_pause_of_suspected_replica_ends_at_once() -> None:
     replica.suspect()
     await replica.pause(3600)
     await replica.close()
+
+
+async def test_replicas_are_called_by_the_authority_that_the_table_was_given(tmp_path: Path) -> None:
+    called, hung_up = asyncio.Event(), asyncio.Event()
+
+    async def read_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(_EMPTY_SETTINGS)
+        # The header :authority of the first call.
+        await reader.readuntil(b"mill-replicas")
+        called.set()
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        hung_up.set()
+
+    server = await asyncio.start_unix_server(read_call, tmp_path / "s.sock")
+    table = ReplicaTable([f"unix:{tmp_path}/s.sock"], lambda: None, authority="mill-replicas")
+    async with server, asyncio.timeout(30):
+        watching = asyncio.create_task(table.watch())
+        await called.wait()
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        await table.close()
+        await hung_up.wait()
 
 
 def _replica(model: str, *, contract: str = "c", max_model_len: int = 128, ready: bool = True) -> Replica:

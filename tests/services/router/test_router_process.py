@@ -20,6 +20,7 @@ from kvern.services.runtime.redis_index.keys import ReplicaKeys, home_shard
 from kvern.v1 import inference_pb2, inference_pb2_grpc, replica_pb2, router_pb2, router_pb2_grpc
 from tests.services.index.redis_servers import RedisServer
 from tests.services.processes import running
+from tests.services.scraping import scrape_until, status_address
 
 from . import scripted
 from .setup import Call
@@ -136,10 +137,12 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, address: str) -
 
 async def test_client_that_stops_reading_is_cut_off_with_a_reason(tmp_path: Path, address: str) -> None:
     """E18: its replica is freed at once, though the router is stuck in a write to it."""
+    status = status_address()
+    flags = (*_flags(tmp_path, address), "--max-stalled-s", "0.5", "--status-listen", status)
     replica = scripted.ScriptedReplica(f"unix:{tmp_path}/replica.sock", scripted.flood)
     async with (
         scripted.serving(scripted.ScriptedTokenizer(f"unix:{tmp_path}/tokenizer.sock"), replica),
-        running("router", *_flags(tmp_path, address), "--max-stalled-s", "0.5", log=tmp_path / "log"),
+        running("router", *flags, log=tmp_path / "log"),
         open_channel(address) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel).Watch(
@@ -154,6 +157,9 @@ async def test_client_that_stops_reading_is_cut_off_with_a_reason(tmp_path: Path
             await replica.ended.wait()
         with pytest.raises(grpc.aio.AioRpcError, match=r"the reader has held up its call for 0\.5 s") as ended:
             await _read_all(call)
+        now = await scrape_until(status, lambda now: now("kvern_router_requests_total") == 1)
+    assert now("kvern_router_requests_total", code="RESOURCE_EXHAUSTED") == 1
+    assert now("kvern_router_sheds_total", reason="SLOW_READER") == 1
     assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from kvern.services.runtime.gguf_metadata import GgufError, read_gguf_metadata
+from kvern.services.runtime.gguf_metadata import GgufError, read_gguf_header, read_gguf_metadata
 from kvern.services.runtime.model_source import find_model
 
 
@@ -50,6 +50,8 @@ def test_metadata_of_a_real_model_is_what_the_gguf_package_reads() -> None:
     reader = gguf.GGUFReader(path)
     expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     assert read_gguf_metadata(path) == expected
+    shapes = {tensor.name: tuple(int(size) for size in tensor.shape) for tensor in reader.tensors}
+    assert read_gguf_header(path).shapes == shapes
 
 
 def test_file_cut_anywhere_in_its_metadata_is_refused(path: Path, tmp_path: Path) -> None:

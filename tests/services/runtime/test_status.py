@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 
 import httpx
 import pytest
@@ -41,12 +43,26 @@ async def test_metrics_tell_of_the_process_and_its_version(address: str) -> None
     assert 'kvern_build_info{service="test"' in text
 
 
-async def test_readyz_follows_readiness(address: str) -> None:
+async def test_readyz_and_its_metric_follow_readiness(address: str) -> None:
     status = Status("test")
     async with status.serving(address):
         assert (await get(address, "/readyz")).status_code == 503
+        assert "kvern_ready 0.0" in (await get(address, "/metrics")).text
         status.is_ready = True
         assert (await get(address, "/readyz")).status_code == 200
+        assert "kvern_ready 1.0" in (await get(address, "/metrics")).text
+
+
+async def test_loop_that_stands_still_shows_in_its_lag(address: str) -> None:
+    status = Status("test")
+    registry = status.registry
+    async with status.serving(address), asyncio.timeout(20):
+        await asyncio.sleep(0)  # the sampler has begun
+        num_samples = registry.get_sample_value("kvern_event_loop_lag_seconds_count")
+        time.sleep(1)  # noqa: ASYNC251  # that is what it is to find
+        while registry.get_sample_value("kvern_event_loop_lag_seconds_count") == num_samples:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert (registry.get_sample_value("kvern_event_loop_lag_seconds_sum") or 0.0) >= 0.4
 
 
 async def test_healthz_names_the_trouble_and_does_not_mind_unreadiness(address: str) -> None:
@@ -67,6 +83,13 @@ async def test_a_taken_port_is_refused_by_name() -> None:
         with pytest.raises(ListenError, match=address):
             async with Status("test").serving(address):
                 pass
+
+
+async def test_error_of_the_service_passes_through_as_it_is(address: str) -> None:
+    """The process ends with one line for it, not with a traceback of groups."""
+    with pytest.raises(ListenError, match="taken"):
+        async with Status("test").serving(address):
+            raise ListenError("taken")
 
 
 def test_model_labels_are_bounded_by_what_is_served() -> None:

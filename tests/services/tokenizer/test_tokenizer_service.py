@@ -24,20 +24,32 @@ from kvern.services.tokenizer.workers import MAX_BYTES
 from kvern.v1 import inference_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 from tests.services import small_tokenizers
 from tests.services.processes import running
+from tests.services.scraping import GRPC_SERVICE, scrape, status_address
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TIMEOUT_S = 30.0
 
+METRICS = GRPC_SERVICE | {
+    "kvern_tokenizer_encode_seconds",
+    "kvern_tokenizer_tokens_total",
+    "kvern_tokenizer_queue",
+    "kvern_tokenizer_refused_total",
+    "kvern_tokenizer_prefix_cache_hit_bytes_total",
+    "kvern_tokenizer_prefix_cache_lookup_bytes_total",
+    "kvern_tokenizer_prefix_cache_bytes",
+}
+
 _Detail = TypeVar("_Detail", bound=Message)
 
 
 @asynccontextmanager
-async def serving(folder: Path, *flags: str) -> AsyncIterator[grpc.aio.Channel]:
+async def serving(folder: Path, *flags: str, status: str = "") -> AsyncIterator[grpc.aio.Channel]:
     """Run a tokenizer, and yield a channel to it once it serves."""
     address = f"unix:{folder}/tokenizer.sock"
+    flags = (*flags, "--listen", address, "--status-listen", status or status_address())
     async with (
-        running("tokenizer", "--listen", address, *flags, log=folder / "log"),
+        running("tokenizer", *flags, log=folder / "log"),
         open_channel(address) as channel,
     ):
         call = health_pb2_grpc.HealthStub(channel).Watch(
@@ -50,9 +62,16 @@ async def serving(folder: Path, *flags: str) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
+@pytest.fixture(scope="module")
+def status() -> str:
+    """Where the tokenizer tells its metrics."""
+    return status_address()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def channel(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[grpc.aio.Channel]:
-    async with serving(tmp_path_factory.mktemp("tokenizer"), "--served-model-name", "tiny") as channel:
+async def channel(tmp_path_factory: pytest.TempPathFactory, status: str) -> AsyncIterator[grpc.aio.Channel]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    async with serving(folder, "--served-model-name", "tiny", status=status) as channel:
         yield channel
 
 
@@ -95,6 +114,31 @@ async def test_prompt_encoded_decodes_to_what_it_was(stub: tokenizer_pb2_grpc.To
     for skip, expected in ((None, "Grüezi, 日本! "), (True, "Grüezi, 日本! "), (False, text)):
         request = tokenizer_pb2.DecodeTokensRequest(token_ids=encoded.token_ids, skip_special_tokens=skip)
         assert (await stub.DecodeTokens(request)).text == expected
+
+
+async def test_metrics_tell_of_every_text_and_of_what_the_cache_saved(
+    stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub, status: str
+) -> None:
+    before = await scrape(status)
+    before.assert_has(METRICS)
+    part = "<|im_start|>" + "many words " * 200
+    request = tokenizer_pb2.EncodePromptRequest(text=part + "<|im_end|> and the end")
+    num_tokens = 0
+    for _ in range(2):
+        num_tokens += len((await stub.EncodePrompt(request)).token_ids)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.EncodePrompt(tokenizer_pb2.EncodePromptRequest(model="made up", text="Hi"))
+    after = await scrape(status)
+
+    def more(name: str, **labels: str) -> float:
+        return after(f"kvern_tokenizer_{name}", **labels) - before(f"kvern_tokenizer_{name}", **labels)
+
+    assert more("encode_seconds_count") == more("encode_seconds_count", model="tiny") == 2
+    assert more("tokens_total", model="tiny") == num_tokens
+    assert more("prefix_cache_lookup_bytes_total") == 2 * more("prefix_cache_hit_bytes_total") == 2 * len(part)
+    assert more("prefix_cache_bytes") > 0
+    assert (after("kvern_tokenizer_queue"), more("refused_total")) == (0, 0)
+    assert after("kvern_ready") == 1
 
 
 async def test_unknown_model_is_not_found(stub: tokenizer_pb2_grpc.TokenizerServiceAsyncStub) -> None:

@@ -43,6 +43,7 @@ async def test_job_over_the_number_is_refused_and_taken_once_one_has_ended(num_b
         with pytest.raises(ResourceExhausted, match="2 requests are waiting") as refusal:
             await workers.run(num_bytes, int)
         assert refusal.value.retry_after_s > 0
+        assert (workers.num_refused, workers.num_jobs) == ({"jobs": 1, "bytes": 0}, 2)
         release.set()
         await asyncio.gather(*jobs)
         assert await workers.run(num_bytes, int, "7") == 7
@@ -54,10 +55,12 @@ async def test_job_over_the_bytes_is_refused_and_small_ones_are_not() -> None:
         await asyncio.sleep(0)
         with pytest.raises(ResourceExhausted, match="requests of 2,097,154 bytes are waiting"):
             await workers.run(LARGE, int)
+        assert workers.num_refused == {"jobs": 0, "bytes": 1}
         assert await workers.run(SMALL, int, "7") == 7
         release.set()
         await asyncio.gather(*jobs)
         assert await workers.run(LARGE, int, "7") == 7
+        assert workers.num_jobs == 0
 
 
 async def test_large_jobs_run_one_at_a_time_and_do_not_hold_up_small_ones() -> None:

@@ -1,0 +1,294 @@
+"""Documents: valid for Kubernetes, their own in a namespace, and selecting what they mean."""
+
+from __future__ import annotations
+
+import re
+
+import prometheus_client
+import pytest
+
+from kvern.services.router.admission import Admission
+from kvern.services.router.metrics import RouterMetrics
+from kvern.services.router.view import show_streams
+from tests.helm.chart import (
+    NAMESPACE,
+    VALUES,
+    Document,
+    component,
+    containers,
+    labels_of,
+    of_kind,
+    pods,
+    render,
+    render_files,
+    rendered,
+    selects,
+    services,
+    values,
+)
+from tests.helm.schemas import is_custom, trouble
+
+VERSIONS = ("1.31", "1.36")
+"""The oldest that knows volumes of OCI images, and a new one."""
+
+LONG = "a-release-whose-name-is-as-long-as-helm-lets-it-be-"
+RELEASES = ("kvern", "a", "a-kvern", "kvern-kvern", "a-router", "kvern-replica", f"{LONG}1", f"{LONG}2")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", VALUES)
+def test_document_is_valid(name: str, version: str) -> None:
+    assert [error for document in rendered(name) for error in trouble(document, version)] == []
+
+
+def test_custom_resources_are_all_rendered_somewhere() -> None:
+    kinds = {document["kind"] for name in VALUES for document in rendered(name) if is_custom(document)}
+    assert kinds == {"PodMonitor", "ServiceMonitor", "PrometheusRule", "ScaledObject", "InferencePool"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_schemas_refuse_what_they_do_not_know(version: str) -> None:
+    for document in (*rendered("everything"), *rendered("keda"), *rendered("service_monitor")):
+        if "spec" in document:
+            wrong = document | {"spec": document["spec"] | {"replicaCount": 1}}
+            assert any("replicaCount" in error for error in trouble(wrong, version)), document["kind"]
+
+
+@pytest.mark.parametrize("name", ["everything", "two_models", "keda", "service_monitor"])
+def test_names_of_two_releases_differ(name: str) -> None:
+    """Field case G17."""
+    given = {key: value for key, value in values(name).items() if key != "fullnameOverride"}
+    names = [_names(render(given, release=release)) for release in RELEASES]
+    together = [each for of_release in names for each in of_release]
+    assert len(together) == len(set(together))
+
+
+def _names(documents: list[Document]) -> list[tuple[str, str]]:
+    return [(document["kind"], document["metadata"]["name"]) for document in documents]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_names_fit(release: str) -> None:
+    pool = "a-pool-of-18-chars"
+    documents = render({"pools": {pool: {}}, "observability": {"serviceMonitor": {"enabled": True}}}, release=release)
+    names = [name for _, name in _names(documents)]
+    assert max(map(len, names)) <= 63
+    assert all(re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) for name in names)
+
+
+def test_selectors_stay_the_same_when_the_chart_and_its_values_change() -> None:
+    before, after = rendered("minimal"), render({"commonLabels": {"team": "x"}, "images": {"services": {"tag": "9"}}})
+    for old, new in zip(of_kind(before, "Deployment"), of_kind(after, "Deployment"), strict=True):
+        assert old["spec"]["selector"] == new["spec"]["selector"]
+        assert not any("version" in key or "chart" in key for key in new["spec"]["selector"]["matchLabels"])
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_deployment_selects_its_own_pods_only(name: str) -> None:
+    documents = rendered(name)
+    for each in of_kind(documents, "Deployment"):
+        selector = each["spec"]["selector"]["matchLabels"]
+        assert [pod for pod in pods(documents) if selects(selector, pod)] == [each["spec"]["template"]]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_service_leads_to_ports_that_its_pods_have(name: str) -> None:
+    documents = rendered(name)
+    for each in of_kind(documents, "Service"):
+        chosen = [pod for pod in pods(documents) if selects(each["spec"]["selector"], pod)]
+        assert chosen, each["metadata"]["name"]
+        offered = [{port for c in containers(pod) for port in c.ports.items()} for pod in chosen]
+        for port in each["spec"]["ports"]:
+            found = [target for ports in offered for named, target in ports if named == port["targetPort"]]
+            assert found, port
+            assert each["spec"].get("clusterIP") != "None" or {*found} == {port["port"]}
+
+
+def test_client_services_lead_to_routers_and_the_replicas_one_to_replicas_of_all_pools() -> None:
+    documents = rendered("two_models")
+    leads = {
+        each["metadata"]["name"]: sorted(component(pod) for pod in pods(documents) if selects(_selector(each), pod))
+        for each in of_kind(documents, "Service")
+    }
+    assert leads == {
+        "kvern": ["router"],
+        "kvern-headless": ["router"],
+        "kvern-replicas": ["replica"] * 3,
+        "kvern-redis": ["redis"],
+    }
+
+
+def _selector(service: Document) -> dict[str, str]:
+    return service["spec"]["selector"]
+
+
+@pytest.mark.parametrize(
+    ("name", "protocol"), [("minimal", "kubernetes.io/h2c"), ("foreign_uid", None), ("everything", "grpc")]
+)
+def test_app_protocol_is_a_value(name: str, protocol: str | None) -> None:
+    found = [
+        port.get("appProtocol")
+        for each in of_kind(rendered(name), "Service")
+        for port in each["spec"]["ports"]
+        if port["name"] == "grpc"
+    ]
+    assert found == [protocol] * 3
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_router_dials_the_replicas_service_under_its_name(name: str) -> None:
+    documents = rendered(name)
+    [router] = [container for container in services(documents) if container.service == "router"]
+    [headless] = [each for each in of_kind(documents, "Service") if each["metadata"]["name"].endswith("-replicas")]
+    settings = router.settings()
+    assert settings.replicas == (f"dns:///{headless['metadata']['name']}:{headless['spec']['ports'][0]['port']}",)
+    assert settings.replica_authority == f"{headless['metadata']['name']}.{NAMESPACE}.svc"
+    assert headless["spec"]["clusterIP"] == "None"
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_disruption_budget_lets_one_pod_of_each_deployment_go_and_what_is_broken(name: str) -> None:
+    documents = rendered(name)
+    budgets = [each["spec"] for each in of_kind(documents, "PodDisruptionBudget")]
+    guarded = [pod for each in budgets for pod in pods(documents) if selects(each["selector"]["matchLabels"], pod)]
+    assert guarded == [pod for kind in ("replica", "router") for pod in pods(documents) if component(pod) == kind]
+    for each in budgets:
+        assert (each["maxUnavailable"], each["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject")])
+def test_autoscaler_owns_the_replicas_of_what_it_scales(name: str, kind: str) -> None:
+    documents = rendered(name)
+    targets = {each["spec"]["scaleTargetRef"]["name"] for each in of_kind(documents, kind)}
+    assert targets == {"kvern-router", "kvern-replica-default"}
+    counts = {each["metadata"]["name"]: each["spec"].get("replicas") for each in of_kind(documents, "Deployment")}
+    assert counts == {"kvern-router": None, "kvern-replica-default": None, "kvern-redis": 1}
+
+
+def test_autoscalers_metrics_are_exported_by_routers_for_that_model() -> None:
+    """Field case G16."""
+    registry = prometheus_client.CollectorRegistry()
+    RouterMetrics(registry).know(["llama"])
+    show_streams(registry, Admission(1))
+    exported = {sample.name: set(sample.labels) for metric in registry.collect() for sample in metric.samples}
+    queries = [
+        trigger["metadata"]["query"]
+        for name in ("keda", "two_models")
+        for each in of_kind(rendered(name), "ScaledObject")
+        for trigger in each["spec"]["triggers"]
+    ]
+    [external] = [
+        metric["external"]["metric"]
+        for each in of_kind(rendered("hpa"), "HorizontalPodAutoscaler")
+        for metric in each["spec"]["metrics"]
+        if metric["type"] == "External"
+    ]
+    names = {*re.findall(r"kvern_\w+(?=\{)", " ".join(queries)), external["name"]}
+    assert names == {"kvern_router_demand", "kvern_router_streams"}
+    assert [exported[name] for name in sorted(names)] == [{"model"}, set()]
+    assert external["selector"]["matchLabels"] == {"model": "smollm2"}
+    assert any('model="llama"' in query for query in queries)
+
+
+def test_autoscaler_counts_what_this_releases_monitor_labels_so() -> None:
+    scaled = of_kind(rendered("keda", "other"), "ScaledObject")
+    for query in (each["spec"]["triggers"][0]["metadata"]["query"] for each in scaled):
+        assert dict(re.findall(r'(namespace|job)="([^"]+)"', query)) == {"namespace": NAMESPACE, "job": "other"}
+    [monitor] = of_kind(rendered("everything", "other"), "PodMonitor")
+    for pod in pods(rendered("keda", "other")):
+        assert labels_of(pod)[monitor["spec"]["jobLabel"]] == "other"
+
+
+@pytest.mark.parametrize("name", ["everything", "service_monitor"])
+def test_monitor_scrapes_every_container_once_and_carries_its_labels(name: str) -> None:
+    """Field case G15."""
+    documents = rendered(name)
+    [monitor] = of_kind(documents, "PodMonitor", "ServiceMonitor")
+    label = {"PodMonitor": ("release", "prometheus"), "ServiceMonitor": ("team", "serving")}[monitor["kind"]]
+    assert label in labels_of(monitor).items()
+    scraped = sorted(_scraped(monitor, documents))
+    assert scraped == sorted(container.settings().status_listen.rpartition(":")[2] for container in services(documents))
+
+
+def _scraped(monitor: Document, documents: list[Document]) -> list[str]:
+    spec = monitor["spec"]
+    endpoints = spec.get("podMetricsEndpoints") or spec["endpoints"]
+    selector = spec["selector"]["matchLabels"]
+    if monitor["kind"] == "ServiceMonitor":
+        [service] = [each for each in of_kind(documents, "Service") if selector.items() <= labels_of(each).items()]
+        assert {each["port"] for each in endpoints} == {port["name"] for port in service["spec"]["ports"]}
+        selector = service["spec"]["selector"]
+    chosen = [container for pod in pods(documents) if selects(selector, pod) for container in containers(pod)]
+    return [
+        str(port)
+        for container in chosen
+        for name, port in container.ports.items()
+        for endpoint in endpoints
+        if endpoint["port"] == name
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "no_redis"])
+def test_network_policy_opens_each_port_to_those_who_call_it(name: str) -> None:
+    documents = rendered(name)
+    for pod in pods(documents):
+        [policy] = [each["spec"] for each in of_kind(documents, "NetworkPolicy") if _guards(each, pod)]
+        rules = {port["port"]: rule.get("from") for rule in policy["ingress"] for port in rule["ports"]}
+        assert rules.keys() == {port for container in containers(pod) for port in container.ports}
+        callers = {
+            port: {component(other) for peer in peers for other in pods(documents) if _admits(peer, other)}
+            for port, peers in rules.items()
+            if peers is not None
+        }
+        expected = {"router": {}, "replica": {"grpc": {"router"}}, "redis": {"redis": {"router", "replica"}}}
+        assert callers == expected[component(pod)]
+
+
+def _guards(policy: Document, pod: Document) -> bool:
+    return selects(policy["spec"]["podSelector"]["matchLabels"], pod)
+
+
+def _admits(peer: Document, pod: Document) -> bool:
+    return selects(peer["podSelector"]["matchLabels"], pod)
+
+
+def test_network_policy_admits_clients_and_monitoring_of_the_values() -> None:
+    given = values("no_redis")["networkPolicy"]
+    policies = {
+        each["metadata"]["name"]: each["spec"]["ingress"] for each in of_kind(rendered("no_redis"), "NetworkPolicy")
+    }
+    assert [rule["from"] for rule in policies["kvern-router"]] == [given["clients"], given["monitoring"]]
+    assert policies["kvern-replica"][1]["from"] == given["monitoring"]
+
+
+def test_claims_access_modes_are_a_value() -> None:
+    """Field case G12."""
+    [claim] = of_kind(rendered("two_models"), "PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    used = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for pod in pods(rendered("two_models"))
+        for volume in pod["spec"]["volumes"]
+        if volume["name"] == "hub"
+    ]
+    assert used == [claim["metadata"]["name"]] * 2
+
+
+def test_inference_pool_selects_one_pools_replicas() -> None:
+    documents = rendered("everything")
+    [pool] = of_kind(documents, "InferencePool")
+    [chosen] = [pod for pod in pods(documents) if selects(pool["spec"]["selector"]["matchLabels"], pod)]
+    assert component(chosen) == "replica"
+
+
+def test_notes_tell_the_first_call_and_what_one_replica_means() -> None:
+    [notes] = [text for name, text in render_files({}).items() if name.endswith("NOTES.txt")]
+    assert 'kvern generate --server 127.0.0.1:50051 --model smollm2 "' in notes
+    assert "port-forward service/kvern 50051" in notes
+    assert "stops before its successor loads" in notes
+
+
+def test_notes_say_nothing_of_a_pause_where_there_is_none() -> None:
+    given = {"pools": {"a": {"replicas": 2}, "b": {"rollout": {"spareGpus": True}}}}
+    [notes] = [text for name, text in render_files(given).items() if name.endswith("NOTES.txt")]
+    assert "successor" not in notes
