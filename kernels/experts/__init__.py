@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvern.kernels.experts import grouped
 from kvern.kernels.linear import linear
 
 
@@ -18,6 +19,8 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert
     Raises ValueError for shapes that do not fit.
     """
     _check_shapes(x, gate_up, down, expert_ids, expert_weights)
+    if x.is_cuda:
+        return grouped.experts(x, gate_up, down, expert_ids, expert_weights)
     out = torch.zeros_like(x)
     order = expert_ids.flatten().argsort(stable=True)
     tokens = order // expert_ids.shape[1]

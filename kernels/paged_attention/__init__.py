@@ -2,25 +2,32 @@
 
 A step is planned once, then run once a layer: what depends on the lengths of the sequences alone is not done again for
 every layer. The KV cache is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values.
-float32 on a CPU has a compiled kernel, everything else gathers blocks and uses torch's dense attention.
+On a GPU the backend is Triton kernels. On a CPU float32 has a compiled kernel, everything else gathers blocks and uses
+torch's dense attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvern.kernels.paged_attention import gathered
+from kvern.kernels.paged_attention.backends import AUTO, BACKENDS, choose_backend, load_backend
+from kvern.kernels.paged_attention.step import Backend, SplitList, Step, distinct_windows
 
-if TYPE_CHECKING:
-    from kvern.kernels.paged_attention import cpu
-
-__all__ = ["AttentionMetadata", "paged_attention", "plan_attention", "warm_up", "write_kv"]
+__all__ = [
+    "BACKENDS",
+    "AttentionMetadata",
+    "SplitList",
+    "allocate_split_lists",
+    "choose_backend",
+    "paged_attention",
+    "plan_attention",
+    "warm_up",
+    "write_kv",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,8 @@ class AttentionMetadata:
     num_tokens: int
     kv_shape: torch.Size
     windows: frozenset[int | None]
-    plan: cpu.Plan | gathered.Plan
+    backend: Backend
+    plan: object
 
 
 def plan_attention(
@@ -40,6 +48,11 @@ def plan_attention(
     context_lens: Tensor,
     slot_mapping: Tensor,
     sliding_windows: Iterable[int | None] = (None,),
+    *,
+    backend: str = AUTO,
+    max_query_len: int | None = None,
+    kv_scales: Tensor | None = None,
+    split_lists: Mapping[int | None, SplitList] | None = None,
 ) -> AttentionMetadata:
     """Prepare a step for `write_kv` and `paged_attention`.
 
@@ -47,6 +60,13 @@ def plan_attention(
     sequence's queries begin; context_lens: [num_seqs] int32, tokens including this step's; slot_mapping: [num_tokens]
     int64, block * block_size + offset for each token's KV, or -1 where it is in the cache already and not written;
     sliding_windows: all that layers will ask for, in tokens; repetitions are free.
+    backend: one of BACKENDS. max_query_len: most query tokens of a sequence, where the host knows: if 1, which says
+    that every sequence has one, no kernel for more is launched. kv_scales: [2, num_layers, num_kv_heads] float32, what
+    keys and values of fp8 are multiplied by. split_lists: of `allocate_split_lists`, to be written by this step; what a
+    CUDA graph reads must outlive it.
+
+    The backend "triton" reads nothing back from the device. Its rows of padding are those with slot -1 of sequences of
+    context length 0: they get zeros, as do rows that no sequence owns.
     Raises ValueError for shapes or types that do not fit.
     """
     _check("kv", kv, 6, None)
@@ -61,16 +81,24 @@ def plan_attention(
             f"{len(block_table)} block tables, {len(context_lens)} context lengths and {len(cu_query_lens) - 1} "
             "sequences of queries must be as many"
         )
-    windows = frozenset(sliding_windows)
-    if any(window is not None and window < 1 for window in windows):
-        raise ValueError(f"sliding windows are {sorted(map(str, windows))}; at least one token is needed")
-    starts, lens = cu_query_lens.tolist(), context_lens.tolist()
-    plan: cpu.Plan | gathered.Plan
-    if kv.dtype is torch.float32 and kv.device.type == "cpu":
-        plan = _compiled().plan(block_table, starts, lens, slot_mapping)
-    else:
-        plan = gathered.plan(kv, block_table, starts, lens, slot_mapping, windows)
-    return AttentionMetadata(len(slot_mapping), kv.shape, windows, plan)
+    if max_query_len == 1 and len(slot_mapping) != len(context_lens):
+        raise ValueError(f"{len(slot_mapping)} tokens are not one for each of {len(context_lens)} sequences")
+    windows = distinct_windows(sliding_windows)
+    chosen = load_backend(choose_backend(kv, backend))
+    step = Step(block_table, cu_query_lens, context_lens, slot_mapping, windows, max_query_len, kv_scales, split_lists)
+    return AttentionMetadata(len(slot_mapping), kv.shape, windows, chosen, chosen.plan(kv, step))
+
+
+def allocate_split_lists(
+    device: torch.device, max_num_seqs: int, max_context_len: int, sliding_windows: Iterable[int | None] = (None,)
+) -> Mapping[int | None, SplitList]:
+    """Return memory for the decode work of any step within these bounds. Needs Triton.
+
+    max_context_len: tokens, block_table.shape[1] * block_size of the widest table.
+    """
+    from kvern.kernels.paged_attention import triton_backend
+
+    return triton_backend.allocate_split_lists(device, max_num_seqs, max_context_len, distinct_windows(sliding_windows))
 
 
 def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> None:
@@ -81,12 +109,9 @@ def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, metadata: AttentionMe
     expected = (metadata.num_tokens, kv.shape[3], kv.shape[5])
     _check_against_plan(kv, metadata)
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.shape != expected or tensor.dtype is not kv.dtype:
+        if tensor.shape != expected or not _fits(tensor, kv):
             raise ValueError(f"{name} is {_describe(tensor)}; {list(expected)} of {kv.dtype} is needed")
-    if isinstance(metadata.plan, gathered.Plan):
-        gathered.write_kv(kv, layer, k, v, metadata.plan)
-    else:
-        _compiled().write_kv(kv, layer, k, v, metadata.plan)
+    metadata.backend.write_kv(kv, layer, k, v, metadata.plan)
 
 
 def paged_attention(
@@ -108,20 +133,22 @@ def paged_attention(
     """
     _check_against_plan(kv, metadata)
     num_kv_heads, head_dim = kv.shape[3], kv.shape[5]
-    if q.dim() != 3 or len(q) != metadata.num_tokens or q.shape[2] != head_dim or q.dtype is not kv.dtype:
+    if q.dim() != 3 or len(q) != metadata.num_tokens or q.shape[2] != head_dim or not _fits(q, kv):
         raise ValueError(f"q is {_describe(q)}; [{metadata.num_tokens}, num_heads, {head_dim}] of {kv.dtype} is needed")
     if q.shape[1] % num_kv_heads:
         raise ValueError(f"{q.shape[1]} query heads cannot share {num_kv_heads} KV heads evenly")
     if sliding_window not in metadata.windows:
         raise ValueError(f"the step was not planned for a sliding window of {sliding_window}")
-    if isinstance(metadata.plan, gathered.Plan):
-        return gathered.paged_attention(q, kv, layer, metadata.plan, scale, sliding_window, softcap)
-    out: Tensor = _compiled().paged_attention(q, kv, layer, metadata.plan, scale, sliding_window, softcap)
-    return out
+    return metadata.backend.paged_attention(q, kv, layer, metadata.plan, scale, sliding_window, softcap)
 
 
 def warm_up(kv: Tensor) -> None:
-    """Compile what steps on this memory need, or load what was compiled before: seconds on a machine's first start."""
+    """Compile what steps on a CPU need, or load what was compiled before: seconds on a machine's first start.
+
+    On a GPU kernels depend on the model's heads too, and are compiled by its first steps.
+    """
+    if kv.device.type != "cpu":
+        return
     one = torch.zeros(1, kv.shape[3], kv.shape[5], dtype=kv.dtype, device=kv.device)
     table, starts, lens = (torch.tensor(each, dtype=torch.int32, device=kv.device) for each in ([[0]], [0, 1], [1]))
     metadata = plan_attention(kv, table, starts, lens, torch.tensor([-1], device=kv.device))
@@ -129,18 +156,18 @@ def warm_up(kv: Tensor) -> None:
     paged_attention(one, kv, 0, metadata, 1.0)
 
 
-def _compiled() -> ModuleType:
-    # Imported here: where there is a GPU, numba need not be installed.
-    from kvern.kernels.paged_attention import cpu
-
-    return cpu
-
-
 def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> None:
     if tensor.dim() != dims or (dtype is not None and tensor.dtype is not dtype):
         raise ValueError(
             f"{name} is {_describe(tensor)}; {dims} dimensions{f' of {dtype}' if dtype else ''} are needed"
         )
+
+
+def _fits(tensor: Tensor, kv: Tensor) -> bool:
+    """Activations are of the cache's type, or of any two bytes where the cache is fp8."""
+    if kv.dtype.itemsize > 1:
+        return tensor.dtype is kv.dtype
+    return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _check_against_plan(kv: Tensor, metadata: AttentionMetadata) -> None:

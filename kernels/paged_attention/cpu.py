@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvern.kernels.paged_attention.step import Step
+
 _TILE = 64
 """Keys attended together: four registers of 16."""
 
@@ -49,8 +51,9 @@ class Plan:
     """[num_tokens], -1 where nothing is written."""
 
 
-def plan(block_table: Tensor, query_starts: list[int], context_lens: list[int], slot_mapping: Tensor) -> Plan:
-    """Prepare a step. query_starts has one more item than there are sequences; the rest is as in the launcher."""
+def plan(kv: Tensor, step: Step) -> Plan:
+    """Prepare a step."""
+    query_starts, context_lens = step.cu_query_lens.tolist(), step.context_lens.tolist()
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
     items = [
         item
@@ -58,7 +61,9 @@ def plan(block_table: Tensor, query_starts: list[int], context_lens: list[int], 
         for item in _tiles(sequence, begin, end, context_lens[sequence])
     ]
     return Plan(
-        block_table.contiguous().numpy(), _dealt(np.array(items, dtype=np.int64)), slot_mapping.contiguous().numpy()
+        step.block_table.contiguous().numpy(),
+        _dealt(np.array(items, dtype=np.int64)),
+        step.slot_mapping.contiguous().numpy(),
     )
 
 

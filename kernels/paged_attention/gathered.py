@@ -6,13 +6,15 @@ runs of queries go one sequence at a time, in tiles. Blocks may hold anything, N
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kvern.kernels.paged_attention.step import Step
 
 _TILE = 128
 """Most queries of one chunk attended together: bounds the mask, and skips most of what causality hides."""
@@ -90,18 +92,16 @@ class _Call:
         return torch.index_select(self.rows, 0, kv_rows, out=self.workspace[: len(kv_rows)])
 
 
-def plan(
-    kv: Tensor,
-    block_table: Tensor,
-    query_starts: list[int],
-    context_lens: list[int],
-    slot_mapping: Tensor,
-    windows: Iterable[int | None],
-) -> Plan:
-    """Prepare a step. query_starts has one more item than there are sequences; the rest is as in the launcher."""
+def plan(kv: Tensor, step: Step) -> Plan:
+    """Prepare a step. Waits for the device, as shapes depend on the lengths."""
+    query_starts, context_lens, slot_mapping = (
+        step.cu_query_lens.tolist(),
+        step.context_lens.tolist(),
+        step.slot_mapping,
+    )
     written = None if bool((slot_mapping >= 0).all()) else (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping if written is None else slot_mapping[written]
-    reaches = {window: _plan_reach(kv, block_table, query_starts, context_lens, window) for window in windows}
+    reaches = {window: _plan_reach(kv, step.block_table, query_starts, context_lens, window) for window in step.windows}
     gathered = [group.kv_rows for reach in reaches.values() for group in reach.groups]
     gathered += [chunk.kv_rows for reach in reaches.values() for chunk in reach.chunks]
     return Plan(
