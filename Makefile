@@ -4,6 +4,7 @@ PYTHON ?= python3
 MODEL ?= smollm2
 PROMPT ?= Explain in three sentences how a hand mill turns grain into flour.
 ONCE ?=
+TUNE ?=
 ARGS ?=
 
 # As typed, and out of the shell's hands: quotes and dollars in a prompt stay what they are.
@@ -11,18 +12,18 @@ override export PROMPT := $(value PROMPT)
 
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help run test lint type protos bench clean set-up-run set-up-dev
+.PHONY: help run test lint type protos bench gpu-check clean set-up-run set-up-dev
 
 help: ## List the targets
 	@echo "usage: make TARGET [VARIABLE=value ...]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 run: set-up-run ## Answer PROMPT with MODEL, then serve until Ctrl-C (ONCE=1: then end; ARGS: flags of kvern run)
 	@$(BIN)/kvern run $(if $(ONCE),,--serve) $(ARGS) -- "$(MODEL)" "$$PROMPT"
 
 test: set-up-dev ## Run all tests (ARGS: arguments of pytest)
-	@$(BIN)/pytest $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: set-up-dev ## Check style, imports between parts, and protos
 	$(BIN)/ruff check
@@ -39,6 +40,9 @@ protos: set-up-dev ## Generate src/kvern/v1 from protos/
 
 bench: set-up-dev ## Measure tokens/s and latencies of MODEL through the front door (ARGS: see bench/generate.py --help)
 	@$(BIN)/python bench/generate.py "$(MODEL)" $(ARGS)
+
+gpu-check: ## Check and measure this machine's GPU; needs torch and triton only (TUNE=1: rewrite tilings; ARGS: see bench/gpu_check.py --help)
+	@$(PYTHON) bench/gpu_check.py $(if $(TUNE),--tune) $(ARGS)
 
 clean: ## Remove .venv, caches and build output
 	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

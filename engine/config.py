@@ -22,6 +22,21 @@ class EngineConfig:
     device: str = "auto"
     """auto, cpu or cuda. auto: cuda where there is one."""
 
+    tensor_parallel_size: int = 1
+    """Devices that share the model, on this machine. On a CPU: processes."""
+
+    quantization: str | None = None
+    """fp8: layers' projections in float8_e4m3fn. None: as the checkpoint has them."""
+
+    kv_cache_dtype: str = "auto"
+    """auto or fp8. auto: the type of the activations."""
+
+    attention_backend: str = "auto"
+    """One of kernels.paged_attention's. auto: triton on a GPU, on a CPU numba for float32 and torch for other types."""
+
+    enforce_eager: bool = False
+    """Launch a GPU's steps piece by piece, not as CUDA graphs."""
+
     max_model_len: int | None = None
     """Longest prompt and output together, in tokens. None: what the model was trained for."""
 
@@ -38,7 +53,7 @@ class EngineConfig:
     """KV blocks in the pool. None: sized by `kv_cache_memory`."""
 
     kv_cache_memory: int | None = None
-    """Bytes for KV. None: sized by `gpu_memory_utilization`."""
+    """Bytes for KV, on each device. None: sized by `gpu_memory_utilization`."""
 
     gpu_memory_utilization: float | None = None
     """Share of the device's memory the engine may fill. None: 0.9 on a GPU, 0.25 of what is available on a CPU."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 
 class EngineError(Exception):
     """Base of all errors the engine raises on purpose."""
@@ -17,6 +19,16 @@ class ConfigError(EngineError):
 
 class ModelError(EngineError):
     """The model's files are missing, damaged, or of a kind Kvern cannot run."""
+
+
+class RankLost(EngineError):
+    """One of the processes that share a model has ended."""
+
+    def __init__(self, rank: int, num_ranks: int, returncode: int) -> None:
+        """returncode: as of subprocess, negative where a signal ended it."""
+        how = f"exited with {returncode}" if returncode >= 0 else f"was killed by {signal.Signals(-returncode).name}"
+        super().__init__(f"rank {rank} of {num_ranks} {how}; without its part of the model the engine cannot go on")
+        self.rank = rank
 
 
 class RequestRefused(EngineError):

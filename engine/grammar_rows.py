@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from kvern.engine.device_copy import to_device
 from kvern.engine.logits_processors import TokenBitmask
 from kvern.engine.request import GrammarState, Request
+from kvern.engine.tensor_parallel.shard import WHOLE, Shard
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +25,27 @@ class GrammarRows:
     rows: list[int]
     states: list[GrammarState]
     may_end: list[bool]
+    shard: Shard
 
     def bitmask(self, vocab_size: int, device: torch.device) -> TokenBitmask:
-        """Ask the grammars, as far as they have come by now."""
-        bits = np.empty((len(self.rows), -(-vocab_size // 32)), dtype=np.int32)
+        """Return what they allow, as an edit."""
+        return TokenBitmask(to_device(self.rows, device), to_device(self.bits(vocab_size), device, torch.int32))
+
+    def bits(self, vocab_size: int) -> NDArray[np.int32]:
+        """Ask the grammars, as far as they have come by now: [num_rows, ceil(vocab_size / 32)].
+
+        Of the ranks that share a model, rank 0 alone has them.
+        """
+        import numpy as np  # only grammars need it
+
+        bits = np.zeros((len(self.rows), -(-vocab_size // 32)), dtype=np.int32)
         for row, state, may_end in zip(bits, self.states, self.may_end, strict=True):
             state.fill(row, may_end=may_end)
-        return TokenBitmask(to_device(self.rows, device), to_device(bits, device, torch.int32))
+        self.shard.broadcast(torch.from_numpy(bits))
+        return bits
 
 
-def find_grammar_rows(requests: Sequence[Request]) -> GrammarRows | None:
+def find_grammar_rows(requests: Sequence[Request], shard: Shard = WHOLE) -> GrammarRows | None:
     """Return which of a step's sampled rows, given whose they are, have a grammar. None: none has."""
     found = [(row, request, request.grammar) for row, request in enumerate(requests) if request.grammar is not None]
     if not found:
@@ -38,4 +54,5 @@ def find_grammar_rows(requests: Sequence[Request]) -> GrammarRows | None:
         rows=[row for row, _, _ in found],
         states=[state for _, _, state in found],
         may_end=[not request.stopping.ignore_eos for _, request, _ in found],
+        shard=shard,
     )

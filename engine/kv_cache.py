@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,19 +40,21 @@ def allocate_kv(model: LoadedModel, block_size: int, num_blocks: int) -> Tensor:
     shape = model.config
     return torch.empty(
         (num_blocks, shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim),
-        dtype=model.dtype,
+        dtype=model.kv_dtype,
         device=model.device,
     )
 
 
-def size_pool(config: EngineConfig, model: LoadedModel) -> PoolSize:
+def size_pool(config: EngineConfig, model: LoadedModel, measure_use: Callable[[int], int] | None = None) -> PoolSize:
     """Decide the pool's size and the longest request.
 
     `num_blocks` decides, else `kv_cache_memory`, else `gpu_memory_utilization`. A longest request that was asked for
-    and does not fit is refused with ConfigError; the model's own is cut to the pool with a warning.
+    and does not fit is refused with ConfigError; the model's own is cut to the pool with a warning. Ranks that share a
+    model have equal pools, of which the least decides. measure_use: given the longest request, returns the bytes of the
+    device that a running engine takes without its pool. None: they are in use already.
     """
     wanted_len = _wanted_model_len(config, model.config)
-    num_blocks = _num_blocks(config, model, wanted_len)
+    num_blocks = model.shard.minimum(_num_blocks(config, model, wanted_len, measure_use))
     pool_tokens = num_blocks * config.block_size
     if wanted_len <= pool_tokens:
         return PoolSize(num_blocks, wanted_len)
@@ -67,12 +71,16 @@ def _wanted_model_len(config: EngineConfig, model: ModelShape) -> int:
     return config.max_model_len or trained
 
 
-def _num_blocks(config: EngineConfig, model: LoadedModel, model_len: int) -> int:
+def _num_blocks(
+    config: EngineConfig, model: LoadedModel, model_len: int, measure_use: Callable[[int], int] | None
+) -> int:
     if config.num_blocks is not None:
         return config.num_blocks
-    block_bytes = kv_block_bytes(model.config, config.block_size, model.dtype.itemsize)
+    block_bytes = kv_block_bytes(model.config, config.block_size, model.kv_dtype.itemsize)
     field = "kv_cache_memory" if config.kv_cache_memory is not None else "gpu_memory_utilization"
-    kv_bytes = config.kv_cache_memory if config.kv_cache_memory is not None else _kv_bytes(config, model.device)
+    kv_bytes = config.kv_cache_memory
+    if kv_bytes is None:
+        kv_bytes = _kv_bytes(config, model, None if measure_use is None else partial(measure_use, model_len))
     if kv_bytes < block_bytes:
         raise ConfigError(field, f"{kv_bytes} bytes for KV do not hold one block of {block_bytes} bytes")
     num_blocks = kv_bytes // block_bytes
@@ -82,13 +90,14 @@ def _num_blocks(config: EngineConfig, model: LoadedModel, model_len: int) -> int
     return num_blocks
 
 
-def _kv_bytes(config: EngineConfig, device: torch.device) -> int:
+def _kv_bytes(config: EngineConfig, model: LoadedModel, measure_use: Callable[[], int] | None) -> int:
     """Return the share of memory that is for KV: of what is available now, or on a GPU of all less what is in use."""
     share = config.gpu_memory_utilization
-    if device.type == "cpu":
-        return int(available_bytes() * (_CPU_UTILIZATION if share is None else share))
-    free, total = torch.cuda.mem_get_info(device)
-    return left_for_kv(total, GPU_UTILIZATION if share is None else share, used_bytes=total - free)
+    if model.device.type == "cpu":
+        return int(available_bytes() * (_CPU_UTILIZATION if share is None else share)) // model.shard.size
+    free, total = torch.cuda.mem_get_info(model.device)
+    used = total - free if measure_use is None else measure_use()
+    return left_for_kv(total, GPU_UTILIZATION if share is None else share, used)
 
 
 def _too_long(config: EngineConfig, wanted_len: int, pool_tokens: int) -> str:

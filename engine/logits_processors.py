@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from kvern.engine.device_copy import to_device
 from kvern.engine.request import Request
+from kvern.kernels.token_mask import apply_token_mask
 
 _OUT = float("-inf")
 
@@ -92,6 +93,9 @@ class TokenBitmask:
     """[num_edited, ceil(vocab_size / 32)] int32: bit i % 32 of word i // 32 is set where token i is allowed."""
 
     def apply(self, logits: Tensor) -> None:
+        if logits.is_cuda:
+            apply_token_mask(logits, self.rows, self.bits)
+            return
         # A byte at a time, by table: shifting each bit into place takes five times as long.
         addends = functional.embedding(self.bits.view(torch.uint8).int(), _byte_addends(logits.device)).flatten(1)
         logits.index_add_(0, self.rows, addends[:, : logits.shape[1]])
@@ -105,7 +109,7 @@ class LogitBias:
         self._device = device
 
     @cached_property
-    def _addends(self) -> Tensor:
+    def addends(self) -> Tensor:
         """[num_slots, vocab_size] float32."""
         return torch.zeros(self._shape, device=self._device)
 
@@ -113,7 +117,7 @@ class LogitBias:
         bias, allowed = request.sampling.logit_bias, request.sampling.allowed_token_ids
         if not bias and not allowed:
             return NEVER
-        addends = self._addends[slot].fill_(_OUT if allowed else 0.0)
+        addends = self.addends[slot].fill_(_OUT if allowed else 0.0)
         if allowed:
             addends[to_device(list(allowed), self._device)] = 0.0
         if bias:
@@ -122,7 +126,7 @@ class LogitBias:
         return ALWAYS
 
     def apply(self, logits: Tensor, at: EditedRows) -> None:
-        logits[at.rows] += self._addends[at.slots]
+        logits[at.rows] += self.addends[at.slots]
 
 
 class BadWords:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,12 @@ class DeviceLogprobs:
     top_logprobs: Tensor
     """[num_with_top, num_top] float32."""
 
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> DeviceLogprobs:
+        """Return what `copy` makes of the numbers."""
+        return DeviceLogprobs(copy(self.logprobs), copy(self.ranks), copy(self.top_ids), copy(self.top_logprobs))
+
     def on_host(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
-        """Wait for the numbers. num_top: how many alternatives of each row to keep."""
+        """Return the numbers, which have come. num_top: how many alternatives of each row to keep."""
         ids, logprobs = self.top_ids.tolist(), self.top_logprobs.tolist()
         tops = [(ids[row][:count], logprobs[row][:count]) if count else ((), ()) for row, count in enumerate(num_top)]
         rows = zip(self.logprobs.tolist(), self.ranks.tolist(), tops, strict=True)

@@ -28,17 +28,17 @@ class Penalties:
         self._shape = (len(token_ids), vocab_size)
 
     @cached_property
-    def _params(self) -> Tensor:
+    def params(self) -> Tensor:
         """[num_slots, 3] float32: repetition, frequency and presence penalty."""
         return self._zeros(torch.float32, self._shape[0], 3)
 
     @cached_property
-    def _in_prompt(self) -> Tensor:
+    def in_prompt(self) -> Tensor:
         """[num_slots, vocab_size] bool."""
         return self._zeros(torch.bool, *self._shape)
 
     @cached_property
-    def _output_counts(self) -> Tensor:
+    def output_counts(self) -> Tensor:
         """[num_slots, vocab_size] int32."""
         return self._zeros(torch.int32, *self._shape)
 
@@ -47,27 +47,27 @@ class Penalties:
         params = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
         if params == (1, 0, 0):
             return NEVER
-        self._params[slot] = to_device(params, self._params.device, torch.float32)
+        self.params[slot] = to_device(params, self.params.device, torch.float32)
         ids = self._token_ids[slot, : request.num_tokens].long()
         prompt, output = ids[: request.num_prompt_tokens], ids[request.num_prompt_tokens :]
-        self._in_prompt[slot].zero_()[prompt] = True
-        self._output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+        self.in_prompt[slot].zero_()[prompt] = True
+        self.output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         return ALWAYS
 
     def apply(self, logits: Tensor, at: EditedRows) -> None:
-        repetition, frequency, presence = self._params[at.slots, :, None].unbind(1)
-        counts = self._output_counts[at.slots]
+        repetition, frequency, presence = self.params[at.slots, :, None].unbind(1)
+        counts = self.output_counts[at.slots]
         is_output = counts > 0
         edited = logits[at.rows]
         repeated = torch.where(edited > 0, edited / repetition, edited * repetition).clamp_(-_LARGEST, _LARGEST)
         # What is out stays out.
-        is_seen = (is_output | self._in_prompt[at.slots]) & (edited > float("-inf"))
+        is_seen = (is_output | self.in_prompt[at.slots]) & (edited > float("-inf"))
         edited = torch.where(is_seen, repeated, edited)
         logits[at.rows] = edited - counts * frequency - is_output * presence
 
     def count(self, at: EditedRows, token_ids: Tensor) -> None:
         """Take in the tokens sampled for rows: [num_edited] int64."""
-        self._output_counts[at.slots, token_ids] += 1
+        self.output_counts[at.slots, token_ids] += 1
 
     def _zeros(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._token_ids.device)

@@ -2,125 +2,37 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvern.engine.batch import PersistentBatch, PromptRows, StepInputs
+from kvern.engine.buckets import Bucket, make_buckets
 from kvern.engine.config import EngineConfig
+from kvern.engine.cuda_graphs import Capture, Progress, StepGraphs
+from kvern.engine.device_copy import HostReader, to_device
+from kvern.engine.errors import ConfigError
+from kvern.engine.fused_sampler import FusedSampler
 from kvern.engine.grammar_rows import GrammarRows, find_grammar_rows
 from kvern.engine.kv_cache import allocate_kv
 from kvern.engine.logits_processors import LogitsEdit
 from kvern.engine.logprobs import DeviceLogprobs, gather_logprobs
 from kvern.engine.model.loader import LoadedModel
-from kvern.engine.plan import Plan, PromptLogprobs, SampledToken, StepTimes, TokenLogprobs
-from kvern.engine.sampler import Sample, sample
-from kvern.engine.sampling_state import LogprobRows
-from kvern.kernels.paged_attention import plan_attention, warm_up
-
-_CORRUPT = SampledToken(None, error="the model's logits are not finite numbers", is_corrupt=True)
-_NOTHING_ALLOWED = "no token is left that may be sampled"
+from kvern.engine.model.ops import FUSED_OPS, TORCH_OPS
+from kvern.engine.plan import Plan, StepTimes
+from kvern.engine.sampler import sample
+from kvern.engine.sampling_state import SampledRows
+from kvern.engine.submission import LaunchedLogprobs, LaunchedPrompt, LaunchedSample, StepSubmission
+from kvern.kernels.paged_attention import SplitList, allocate_split_lists, choose_backend, plan_attention, warm_up
 
 _MAX_LOGITS_BYTES = 32 * 2**20
 """Of the logits of prompt tokens that are made at once."""
 
-
-@dataclass(frozen=True, slots=True)
-class LaunchedPrompt:
-    """Log-probabilities of one entry's prompt tokens, on the device."""
-
-    prompt: PromptRows
-    pieces: list[DeviceLogprobs]
-
-    def on_host(self) -> PromptLogprobs:
-        """Wait for them."""
-        tops = [[self.prompt.num_top] * len(piece.ranks) for piece in self.pieces]
-        items = [item for piece, top in zip(self.pieces, tops, strict=True) for item in piece.on_host(top)]
-        return PromptLogprobs(self.prompt.request_id, self.prompt.start, items)
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedLogprobs:
-    """Log-probabilities of sampled tokens, on the device."""
-
-    told: LogprobRows
-    logprobs: DeviceLogprobs
-
-    def on_host(self) -> dict[int, TokenLogprobs]:
-        """Wait for them, by sampled row."""
-        return dict(zip(self.told.indices, self.logprobs.on_host(self.told.num_top), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedSample:
-    """A step's sampled rows, on the device."""
-
-    sample: Sample
-    logprobs: LaunchedLogprobs | None
-    """None where nobody asked."""
-
-    def on_host(self) -> Iterator[SampledToken]:
-        """Wait for the tokens, and yield one a row."""
-        token_ids = self.sample.token_ids.tolist()
-        logprobs = self.logprobs.on_host() if self.logprobs is not None else {}
-        checks = zip(self.sample.is_finite.tolist(), self.sample.is_allowed.tolist(), strict=True)
-        for row, (is_finite, is_allowed) in enumerate(checks):
-            if is_finite and is_allowed:
-                yield SampledToken(token_ids[row], logprobs=logprobs.get(row))
-            else:
-                yield _CORRUPT if not is_finite else SampledToken(None, error=_NOTHING_ALLOWED)
-
-
-@dataclass(slots=True)
-class StepSubmission:
-    """A step launched on the device. Implements `Submission`.
-
-    A step that grammars have a say in is sampled late. What they allow follows from the token before, which a step in
-    flight may still be drawing when this one is launched. When the next step is launched, or this one's result wanted,
-    the step before this one has been committed, and the grammars have come as far as they must.
-    """
-
-    samples: list[bool]
-    """Which plan entries sample."""
-    prompts: list[LaunchedPrompt]
-    draw: Callable[[], LaunchedSample] | None
-    """Samples the step. None once that is done, and where no entry samples."""
-    times: StepTimes
-    drawn: LaunchedSample | None = None
-
-    def finish(self) -> None:
-        """Sample the step, if that is still to be done."""
-        if self.draw is not None:
-            started_ns = time.perf_counter_ns()
-            self.drawn, self.draw = self.draw(), None
-            self.times.sample_ns += time.perf_counter_ns() - started_ns
-
-    def result(self) -> list[SampledToken]:
-        """Wait for the step. One item per plan entry, in order."""
-        self.finish()
-        started_ns = time.perf_counter_ns()
-        tokens = self._on_host()
-        self.times.forward_ns += time.perf_counter_ns() - started_ns
-        return tokens
-
-    def _on_host(self) -> list[SampledToken]:
-        drawn = self.drawn.on_host() if self.drawn is not None else iter(())
-        tokens = [next(drawn) if samples else SampledToken(None) for samples in self.samples]
-        for launched in self.prompts:
-            entry = launched.prompt.entry
-            tokens[entry] = _with_prompt(tokens[entry], launched.on_host())
-        return tokens
-
-
-def _with_prompt(token: SampledToken, prompt: PromptLogprobs) -> SampledToken:
-    if any(math.isnan(item.logprob) for item in prompt.items):
-        return _CORRUPT
-    return replace(token, prompt_logprobs=prompt)
+_NUM_BUFFERS = 3
+"""Of host memory that a step's numbers are copied from: for a step in flight, and two more."""
 
 
 class ModelRunner:
@@ -129,9 +41,13 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        self._device = model.device
         self._module = model.module
+        self._shard = model.shard
         self._sliding_windows = set(model.config.sliding_windows)
         self._kv = allocate_kv(model, config.block_size, num_blocks)
+        self._kv_scales = model.kv_scales
+        self.attention_backend = _choose_backend(self._kv, config.attention_backend)
         warm_up(self._kv)
         self._vocab_size = model.config.vocab_size
         self._batch = PersistentBatch(
@@ -142,7 +58,39 @@ class ModelRunner:
             eos_token_ids=model.eos_token_ids,
             device=model.device,
         )
-        self._last = StepSubmission([], [], None, StepTimes())
+        uses_kernels = self.attention_backend == "triton"
+        self._module.use(FUSED_OPS if uses_kernels else TORCH_OPS)
+        self._sampler = FusedSampler(self._batch, self._vocab_size, _NUM_BUFFERS) if uses_kernels else None
+        self._reader = HostReader(model.device)
+        self.graphs: StepGraphs | None = None
+        """None: every step is launched piece by piece."""
+        self._buckets = make_buckets(config.max_num_seqs, config.max_num_batched_tokens)
+        self._last = StepSubmission([], [], None, StepTimes(), self._reader)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._kv.nbytes
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether steps may be graphs: all they do is launched by Triton and torch, and known not to wait."""
+        return self._sampler is not None and self._module.is_capturable
+
+    @torch.inference_mode()
+    def capture(self, capture: Capture, progress: Progress) -> None:
+        """Make graphs of steps' work on the device. On the engine's thread, before any request."""
+        assert self._sampler is not None, "only where can_capture"
+        num_entries, max_num_blocks = self._batch.table_shape
+        max_context_len = max_num_blocks * self._kv.shape[4]
+        split_lists = allocate_split_lists(self._device, num_entries, max_context_len, self._sliding_windows)
+
+        def forward(entries: Tensor, rows: Tensor, bucket: Bucket) -> Tensor:
+            hidden = self._run(entries, bucket.num_tokens, max_num_blocks, bucket.is_decode, split_lists)
+            return self._module.logits(hidden[rows])
+
+        graphs = StepGraphs(self._buckets, forward, self._sampler.draw, self._vocab_size, self._device, _NUM_BUFFERS)
+        graphs.capture(capture, progress)
+        self.graphs = graphs
 
     @torch.inference_mode()
     def submit(self, plan: Plan) -> StepSubmission:
@@ -150,63 +98,105 @@ class ModelRunner:
         self._last.finish()
         if not plan.entries:
             self._batch.forget(plan.removed_ids)
-            return StepSubmission([], [], None, plan.times)
+            return StepSubmission([], [], None, plan.times, self._reader)
         started_ns = time.perf_counter_ns()
         self._copy_blocks(plan.block_copies)
         inputs = self._batch.prepare(plan)
+        grammars = find_grammar_rows(inputs.sampled.requests, self._shard)
         prepared_ns = time.perf_counter_ns()
-        hidden = self._run(inputs)
-        prompts = [LaunchedPrompt(prompt, self._predict(hidden, prompt)) for prompt in inputs.prompts]
-        grammars = find_grammar_rows([entry.request for entry in plan.entries if entry.samples])
-        draw = self._prepare_draw(hidden, inputs, grammars)
+        self._last = self._launch(inputs, grammars, [entry.samples for entry in plan.entries], plan.times)
         plan.times.prepare_ns = prepared_ns - started_ns
         plan.times.forward_ns = time.perf_counter_ns() - prepared_ns
-        self._last = StepSubmission([entry.samples for entry in plan.entries], prompts, draw, plan.times)
         if grammars is None:
             self._last.finish()
         return self._last
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         if copies:
-            sources, destinations = torch.tensor(copies, device=self._kv.device).unbind(1)
+            sources, destinations = to_device(copies, self._device).unbind(1)
             self._kv[destinations] = self._kv[sources]
 
-    def _run(self, inputs: StepInputs) -> Tensor:
-        """Return the hidden states of all of the step's tokens."""
+    def _launch(
+        self, inputs: StepInputs, grammars: GrammarRows | None, samples: list[bool], times: StepTimes
+    ) -> StepSubmission:
+        """Launch a step up to its logits, as a graph where there is one for it."""
+        bucket = self.graphs.find(inputs) if self.graphs is not None else None
+        prompts: list[LaunchedPrompt] = []
+        if bucket is None:
+            logits, prompts = self._launch_in_pieces(inputs)
+        else:
+            assert self.graphs is not None
+            assert self._sampler is not None
+            logits = self.graphs.forward(bucket, inputs, self._sampler.columns(inputs.sampled, grammars))
+        draw = partial(self._sample, logits, inputs, grammars, bucket) if len(inputs.sampled) else None
+        return StepSubmission(samples, prompts, draw, times, self._reader, end=self._reader.mark())
+
+    def _launch_in_pieces(self, inputs: StepInputs) -> tuple[Tensor, list[LaunchedPrompt]]:
+        entries, rows = (to_device(numbers, self._device) for numbers in (inputs.entries, inputs.sampled.rows))
+        num_blocks = -(-inputs.longest_context // self._kv.shape[4])
+        hidden = self._run(entries, inputs.num_tokens, num_blocks, inputs.is_decode)
+        prompts = [LaunchedPrompt(prompt, self._predict(hidden, prompt)) for prompt in inputs.prompts]
+        return self._module.logits(hidden[rows]) if len(rows) else hidden, prompts
+
+    def _run(
+        self,
+        entries: Tensor,
+        num_tokens: int,
+        num_blocks: int,
+        is_decode: bool,
+        split_lists: Mapping[int | None, SplitList] | None = None,
+    ) -> Tensor:
+        """Return the hidden states of all of a step's tokens. Arguments as in `PersistentBatch.lay_out`."""
+        layout = self._batch.lay_out(entries, num_tokens, num_blocks)
         attention = plan_attention(
             self._kv,
-            inputs.block_table,
-            inputs.cu_query_lens,
-            inputs.context_lens,
-            inputs.slot_mapping,
+            layout.block_table,
+            layout.cu_query_lens,
+            layout.context_lens,
+            layout.slot_mapping,
             self._sliding_windows,
+            backend=self.attention_backend,
+            max_query_len=1 if is_decode else None,
+            kv_scales=self._kv_scales,
+            split_lists=split_lists,
+            is_padding=layout.is_padding,
         )
-        hidden: Tensor = self._module(inputs.token_ids, inputs.positions, attention, self._kv)
+        hidden: Tensor = self._module(layout.token_ids, layout.positions, attention, self._kv)
         return hidden
 
-    def _prepare_draw(
-        self, hidden: Tensor, inputs: StepInputs, grammars: GrammarRows | None
-    ) -> Callable[[], LaunchedSample] | None:
-        """Compute the logits to be sampled, and return what samples them. None: no entry samples."""
-        if not len(inputs.sampling.rows):
-            return None
-        logits = self._module.logits(hidden[inputs.sampling.rows])
-        return partial(self._sample, logits, inputs, grammars)
-
     @torch.inference_mode()
-    def _sample(self, logits: Tensor, inputs: StepInputs, grammars: GrammarRows | None) -> LaunchedSample:
-        sampling = inputs.sampling
+    def _sample(
+        self, logits: Tensor, inputs: StepInputs, grammars: GrammarRows | None, bucket: Bucket | None
+    ) -> LaunchedSample:
+        told = self._batch.sampling.told(inputs.sampled)
+        raw = logits[:0] if told is None else logits[told.rows]  # a copy, as sampling edits logits in place
+        drawn = self._draw(logits, inputs.sampled, grammars, bucket)
+        on_host = self._reader.copy(drawn)
+        if told is None:
+            return LaunchedSample(on_host, None)
+        logprobs = gather_logprobs(raw, drawn[0, told.rows], told.num_top).copied(self._reader.copy)
+        return LaunchedSample(on_host, LaunchedLogprobs(told, logprobs))
+
+    def _draw(
+        self, logits: Tensor, sampled: SampledRows, grammars: GrammarRows | None, bucket: Bucket | None
+    ) -> Tensor:
+        """Return token ids, whether logits are finite, whether any token is allowed: [3, num_sampled] int64."""
+        if self._sampler is None or not self._sampler.can_draw(sampled):
+            return self._draw_with_torch(logits, sampled, grammars)
+        if grammars is not None:
+            self._sampler.copy_mask(grammars, self._vocab_size)
+        if self.graphs is not None and bucket is not None:
+            return self.graphs.draw(bucket, len(sampled))
+        return self._sampler.draw(logits, to_device(self._sampler.columns(sampled, grammars), self._device))
+
+    def _draw_with_torch(self, logits: Tensor, sampled: SampledRows, grammars: GrammarRows | None) -> Tensor:
+        sampling = self._batch.sampling.select(sampled)
         edits: list[LogitsEdit] = [*sampling.edits]
         if grammars is not None:
-            edits.insert(0, grammars.bitmask(self._vocab_size, logits.device))
-        told = sampling.logprobs
-        raw = logits[:0] if told is None else logits[told.rows]  # a copy, as sampling edits logits in place
+            edits.insert(0, grammars.bitmask(self._vocab_size, self._device))
         drawn = sample(logits, sampling.random, edits)
-        self._batch.append(inputs, drawn.token_ids)
-        if told is None:
-            return LaunchedSample(drawn, None)
-        logprobs = gather_logprobs(raw, drawn.token_ids[told.rows], told.num_top)
-        return LaunchedSample(drawn, LaunchedLogprobs(told, logprobs))
+        self._batch.append(sampling, drawn.token_ids)
+        return torch.stack((drawn.token_ids, drawn.is_finite.long(), drawn.is_allowed.long()))
 
     def _predict(self, hidden: Tensor, prompt: PromptRows) -> list[DeviceLogprobs]:
         """Look up a prompt's tokens, piece by piece: the logits of all would take gigabytes."""
@@ -214,6 +204,15 @@ class ModelRunner:
         states, token_ids = (torch.split(whole, piece_len) for whole in (hidden[prompt.rows], prompt.token_ids))
         pieces = zip(states, token_ids, strict=True)
         return [
-            gather_logprobs(self._module.logits(states), token_ids, [prompt.num_top] * len(token_ids))
+            gather_logprobs(self._module.logits(states), token_ids, [prompt.num_top] * len(token_ids)).copied(
+                self._reader.copy
+            )
             for states, token_ids in pieces
         ]
+
+
+def _choose_backend(kv: Tensor, requested: str) -> str:
+    try:
+        return choose_backend(kv, requested)
+    except ValueError as error:
+        raise ConfigError("attention_backend", str(error)) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from kvern.engine.logits_processors import (
 from kvern.engine.penalties import Penalties
 from kvern.engine.request import Request, SamplingParams
 from kvern.engine.sampler import RandomRows
+from kvern.kernels.sampling import DrawParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,35 @@ class LogprobRows:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingInputs:
-    """How one step's rows are sampled."""
+class SampledRows:
+    """The rows of one step that are sampled, as the host knows them."""
 
-    rows: Tensor
-    """[num_sampled] int64 rows of the step's tokens: the last one of each entry that samples."""
+    requests: list[Request]
+    """Whose they are."""
+    rows: list[int]
+    """Of the step's tokens: the last one of each entry that samples."""
+    slots: list[int]
+    positions: list[int]
+    """Where the new tokens go."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """How one step's rows are sampled, on the device."""
+
     slots: Tensor
     """[num_sampled] int64."""
     positions: Tensor
-    """[num_sampled] int64, where the new tokens go."""
+    """[num_sampled] int64."""
     edits: list[ProcessorEdit]
     """In the order they apply. Where nobody asks for anything, none."""
     penalized: EditedRows | None
     """The rows whose tokens are counted."""
     random: RandomRows | None
     """The rows that are drawn. None: all are greedy."""
-    logprobs: LogprobRows | None
 
 
 class SamplingState:
@@ -62,19 +75,22 @@ class SamplingState:
         """token_ids: [num_slots, longest request] int32, the batch's own."""
         self._device = token_ids.device
         num_slots = len(token_ids)
-        self._temperature = self._zeros(num_slots, torch.float32)
-        self._log_min_p = self._zeros(num_slots, torch.float32)
-        self._top_k = self._zeros(num_slots, torch.int64)
-        self._top_p = self._zeros(num_slots, torch.float64)
-        self._seed = self._zeros(num_slots, torch.int64)
-        self._num_prompt_tokens = self._zeros(num_slots, torch.int64)
-        self._penalties = Penalties(token_ids, vocab_size)
+        self.params = DrawParams(
+            temperature=self._zeros(num_slots, torch.float32),
+            log_min_p=self._zeros(num_slots, torch.float32),
+            top_k=self._zeros(num_slots, torch.int64),
+            top_p=self._zeros(num_slots, torch.float64),
+            seed=self._zeros(num_slots, torch.int64),
+        )
+        self.num_prompt_tokens = self._zeros(num_slots, torch.int64)
+        self.bias = LogitBias(num_slots, vocab_size, self._device)
+        self.penalties = Penalties(token_ids, vocab_size)
         # Masks commute; min_tokens looks at what the others, and a grammar before them, have left.
         self._processors: tuple[LogitsProcessor, ...] = (
-            LogitBias(num_slots, vocab_size, self._device),
+            self.bias,
             BadWords(token_ids),
             MinTokens(num_slots, eos_token_ids, self._device),
-            self._penalties,
+            self.penalties,
         )
         self._asking: tuple[dict[int, int], ...] = tuple({} for _ in self._processors)
         """For each processor, the slots that ask for it, and the position before which they do."""
@@ -82,12 +98,12 @@ class SamplingState:
     def add(self, slot: int, request: Request) -> None:
         """Take in a request, whose known tokens are in the batch already."""
         sampling = request.sampling
-        self._temperature[slot] = sampling.temperature
-        self._log_min_p[slot] = math.log(sampling.min_p) if sampling.min_p else -math.inf
-        self._top_k[slot] = sampling.top_k
-        self._top_p[slot] = sampling.top_p
-        self._seed[slot] = sampling.seed - (sampling.seed >> 63 << 64)  # the same bits, signed
-        self._num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.params.temperature[slot] = sampling.temperature
+        self.params.log_min_p[slot] = math.log(sampling.min_p) if sampling.min_p else -math.inf
+        self.params.top_k[slot] = sampling.top_k
+        self.params.top_p[slot] = sampling.top_p
+        self.params.seed[slot] = sampling.seed - (sampling.seed >> 63 << 64)  # the same bits, signed
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
         for processor, asking in zip(self._processors, self._asking, strict=True):
             if (end := processor.add(slot, request)) != NEVER:
                 asking[slot] = end
@@ -96,31 +112,48 @@ class SamplingState:
         for asking in self._asking:
             asking.pop(slot, None)
 
-    def select(
-        self, requests: Sequence[Request], rows: list[int], slots: list[int], positions: list[int]
-    ) -> SamplingInputs:
-        """Gather what a step needs to sample for these requests. rows, slots, positions: as in SamplingInputs."""
-        on_device = to_device([rows, slots, positions], self._device)
+    def slots_asking(self, processor: LogitsProcessor, sampled: SampledRows) -> list[int]:
+        """Return the slots of rows that ask for a processor, -1 for rows that do not."""
+        asking = self._asking[self._processors.index(processor)]
+        places = zip(sampled.slots, sampled.positions, strict=True)
+        return [slot if position < asking.get(slot, NEVER) else -1 for slot, position in places]
+
+    def asks_for_others(self, sampled: SampledRows) -> bool:
+        """Whether any row asks for more than a bias and penalties."""
+        others = [processor for processor in self._processors if processor not in (self.bias, self.penalties)]
+        return any(slot >= 0 for processor in others for slot in self.slots_asking(processor, sampled))
+
+    def select(self, sampled: SampledRows) -> SamplingInputs:
+        """Gather what torch needs to sample a step."""
+        slots, positions = sampled.slots, sampled.positions
+        on_device = to_device([slots, positions], self._device)
         edits = [
             ProcessorEdit(processor, at)
             for processor, asking in zip(self._processors, self._asking, strict=True)
             if (at := self._edited(asking, slots, positions)) is not None
         ]
-        params = [request.sampling for request in requests]
         return SamplingInputs(
-            rows=on_device[0],
-            slots=on_device[1],
-            positions=on_device[2],
+            slots=on_device[0],
+            positions=on_device[1],
             edits=edits,
-            penalized=next((edit.at for edit in edits if edit.processor is self._penalties), None),
-            random=self._random(params, on_device[1], on_device[2]),
-            logprobs=self._logprobs(params),
+            penalized=next((edit.at for edit in edits if edit.processor is self.penalties), None),
+            random=self._random([request.sampling for request in sampled.requests], *on_device),
         )
+
+    def told(self, sampled: SampledRows) -> LogprobRows | None:
+        """Return the rows whose log-probabilities are told. None: nobody asks."""
+        counts = (request.sampling.logprobs for request in sampled.requests)
+        told = [(count, row) for row, count in enumerate(counts) if count is not None]
+        if not told:
+            return None
+        told.sort(reverse=True)
+        indices = [row for _, row in told]
+        return LogprobRows(indices, [count for count, _ in told], to_device(indices, self._device))
 
     def count(self, inputs: SamplingInputs, token_ids: Tensor) -> None:
         """Take in the tokens sampled for a step: [num_sampled] int64."""
         if inputs.penalized is not None:
-            self._penalties.count(inputs.penalized, token_ids[inputs.penalized.rows])
+            self.penalties.count(inputs.penalized, token_ids[inputs.penalized.rows])
 
     def _edited(self, asking: dict[int, int], slots: list[int], positions: list[int]) -> EditedRows | None:
         if not asking:
@@ -137,24 +170,16 @@ class SamplingState:
         slots = slots[rows]
         return RandomRows(
             rows=rows,
-            temperature=self._temperature[slots],
-            log_min_p=self._log_min_p[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            seed=self._seed[slots],
-            output_position=positions[rows] - self._num_prompt_tokens[slots],
+            temperature=self.params.temperature[slots],
+            log_min_p=self.params.log_min_p[slots],
+            top_k=self.params.top_k[slots],
+            top_p=self.params.top_p[slots],
+            seed=self.params.seed[slots],
+            output_position=positions[rows] - self.num_prompt_tokens[slots],
             has_min_p=any(params[row].min_p > 0 for row in drawn),
             has_top_k=any(params[row].top_k > 0 for row in drawn),
             has_top_p=any(params[row].top_p < 1 for row in drawn),
         )
-
-    def _logprobs(self, params: list[SamplingParams]) -> LogprobRows | None:
-        told = [(sampling.logprobs, row) for row, sampling in enumerate(params) if sampling.logprobs is not None]
-        if not told:
-            return None
-        told.sort(reverse=True)
-        indices = [row for _, row in told]
-        return LogprobRows(indices, [count for count, _ in told], to_device(indices, self._device))
 
     def _zeros(self, num_slots: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(num_slots, dtype=dtype, device=self._device)

@@ -25,6 +25,14 @@ def num_parameters(model: ModelConfig) -> int:
     return embeddings + layers + model.hidden_size
 
 
+def fp8_sizes(model: ModelConfig) -> tuple[int, int]:
+    """Return how many of the parameters are fp8 where weights are quantized, and how many scales these have."""
+    query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    weights = 2 * model.hidden_size * (query_size + kv_size) + 3 * model.hidden_size * model.intermediate_size
+    scales = query_size + 2 * kv_size + 2 * model.intermediate_size + 2 * model.hidden_size
+    return model.num_layers * weights, model.num_layers * scales
+
+
 def _layer_parameters(model: ModelConfig, layer: int) -> int:
     is_sparse = model.experts is not None and layer in model.experts.layers
     mlp = _expert_parameters(model) if is_sparse else _mlp_parameters(model)

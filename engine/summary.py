@@ -24,6 +24,18 @@ class Capacity:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool
+    quantization: str | None = None
+    """fp8: layers' projections are in it, and the rest of the weights in dtype."""
+    kv_dtype: str | None = None
+    """None: as dtype."""
+    num_ranks: int = 1
+    """Devices that share the model. Parameters and bytes are those of the first one."""
+    attention_backend: str | None = None
+    """None: there is no runner."""
+    num_graphs: int = 0
+    """CUDA graphs of steps."""
+    capture_s: float = 0.0
+    """What making them took."""
 
     @property
     def num_tokens(self) -> int:
@@ -41,16 +53,29 @@ class Capacity:
             *self.memory_lines(),
             f"max_model_len {self.max_model_len:,}, max_num_seqs {self.max_num_seqs}, "
             f"max_num_batched_tokens {self.max_num_batched_tokens:,}, prefix caching {caching}",
+            *self._runner_lines(),
         ]
+
+    def _runner_lines(self) -> list[str]:
+        if self.attention_backend is None:
+            return []
+        graphs = f"{self.num_graphs} CUDA graphs captured in {self.capture_s:.1f} s"
+        launching = graphs if self.num_graphs else "steps launched piece by piece"
+        return [f"attention backend {self.attention_backend}, {launching}"]
 
     def memory_lines(self) -> list[str]:
         """Return what takes how much, without the settings."""
+        weights = self.dtype if self.quantization is None else f"{self.quantization} and {self.dtype}"
+        kv = f"{readable_bytes(self.kv_bytes)} in {self.kv_dtype or self.dtype}"
         return [
             f"model {self.model_path} ({self.architecture}, {self.num_parameters / 1e6:,.1f} M parameters)",
-            f"weights {readable_bytes(self.weight_bytes)} in {self.dtype} on {self.device}",
-            f"KV cache {readable_bytes(self.kv_bytes)}: {self.num_blocks:,} blocks of {self.block_size} tokens, "
+            f"weights {readable_bytes(self.weight_bytes)} in {weights} on {self.device}{self._sharing()}",
+            f"KV cache {kv}: {self.num_blocks:,} blocks of {self.block_size} tokens, "
             f"{self.num_tokens:,} tokens, {self.num_full_requests:.1f} requests of {self.max_model_len:,} tokens",
         ]
+
+    def _sharing(self) -> str:
+        return "" if self.num_ranks == 1 else f", rank 0 of {self.num_ranks} that hold as much each"
 
 
 def readable_bytes(num_bytes: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,12 @@ from tests.up_process import MAX_MODEL_LEN, NUM_BLOCKS, UpProcess
 
 # As the engine service does, and for its reason; before anything imports torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One worker a core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # pytest-xdist's workers ignore Ctrl-C, and the commands they start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ def _imported(part: str) -> set[str]:
         ("services/router", "services"),
         ("services/gateway", "services"),
         ("services/engine", "engine"),
-        ("engine", "engine"),
+        ("engine", "gpu"),
         ("kernels", "gpu"),
         ("bench", "dev"),
         ("tests", "dev"),

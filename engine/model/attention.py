@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from kvern.engine.model.config import ModelConfig, RopeConfig
 from kvern.engine.model.layers import FusedLinear, Linear, make_norm
-from kvern.engine.model.rope import Rotation, rotate
-from kvern.kernels.paged_attention import AttentionMetadata, paged_attention, write_kv
+from kvern.engine.model.ops import TORCH_OPS, LayerOps
+from kvern.engine.model.rope import Rotation
+from kvern.engine.tensor_parallel.shard import WHOLE, Shard
+from kvern.kernels.paged_attention import AttentionMetadata, paged_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,9 @@ def distinct_ropes(config: ModelConfig) -> list[RopeConfig]:
 class Attention(nn.Module):
     """Grouped-query attention over the paged KV cache."""
 
+    ops: LayerOps = TORCH_OPS
+    shard: Shard = WHOLE
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
@@ -42,8 +47,8 @@ class Attention(nn.Module):
         self.rotation = None if rope is None else distinct_ropes(config).index(rope)
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, config.attention_bias)
-        self.o_proj = Linear(query_size, config.hidden_size, config.attention_output_bias)
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, config.attention_bias, fp8=config.fp8_weights)
+        self.o_proj = Linear(query_size, config.hidden_size, config.attention_output_bias, fp8=config.fp8_weights)
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm else None
 
@@ -52,10 +57,8 @@ class Attention(nn.Module):
         qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
-        if self.rotation is not None:
-            qk = rotate(qk, step.rotations[self.rotation])
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        write_kv(step.kv, self.layer, k, v, step.attention)
+        rotation = None if self.rotation is None else step.rotations[self.rotation]
+        q = self.ops.rotate_and_store(qk, v, rotation, self.num_heads, self.layer, step)
         attended = paged_attention(
             q,
             step.kv,
@@ -65,5 +68,4 @@ class Attention(nn.Module):
             sliding_window=self.sliding_window,
             softcap=self.softcap,
         )
-        out: Tensor = self.o_proj(attended.view(len(x), -1))
-        return out
+        return self.shard.sum(self.o_proj(attended.view(len(x), -1)))

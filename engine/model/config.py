@@ -140,6 +140,8 @@ class ModelConfig(ModelShape):
     fused_weights: bool = False
     """Whether checkpoints store queries, keys and values as one tensor, and an MLP's gate and up as another."""
     experts: ExpertsConfig | None = None
+    fp8_weights: bool = False
+    """Whether layers' projections are in float8_e4m3fn, with a scale for each output."""
 
 
 def for_served_length(config: ModelConfig, max_model_len: int | None) -> ModelConfig:

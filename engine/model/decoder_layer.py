@@ -20,10 +20,11 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = make_norm(config, config.hidden_size)
         self.mlp = make_mlp(config, layer)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), step)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """Return what the layer adds last, and the sum of all before. The next norm adds the two."""
+        x, residual = self.input_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, step), residual)
+        return self.mlp(x, step), residual
 
 
 class SandwichDecoderLayer(DecoderLayer):
@@ -34,7 +35,8 @@ class SandwichDecoderLayer(DecoderLayer):
         self.pre_feedforward_layernorm = make_norm(config, config.hidden_size)
         self.post_feedforward_layernorm = make_norm(config, config.hidden_size)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), step))
-        out: Tensor = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return out
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        attended = self.post_attention_layernorm(self.self_attn(x, step))
+        x, residual = self.pre_feedforward_layernorm.add(attended, residual)
+        return self.post_feedforward_layernorm(self.mlp(x, step)), residual

@@ -9,6 +9,7 @@ from typing import Any
 from kvern.engine.errors import ModelError
 from kvern.engine.model.config import Activation, ExpertsConfig, ModelConfig, checked
 from kvern.engine.model.fields import Fields
+from kvern.engine.model.hf_quantization import has_fp8_weights
 from kvern.engine.model.hf_rope import longrope_config_of, rope_config_from, rope_config_of, rope_settings_of
 
 Windows = tuple[int | None, ...]
@@ -24,16 +25,10 @@ def architecture_of(raw: Mapping[str, Any], source: str) -> str:
     return str(architectures[0])
 
 
-def refuse_quantized(raw: Mapping[str, Any], source: str) -> None:
-    """Raise ModelError for weights that would have to be dequantized."""
-    if raw.get("quantization_config") is not None:
-        raise ModelError(f"{source}: quantization_config: quantized checkpoints are not supported, except .gguf files")
-
-
 def model_config_of(raw: Mapping[str, Any], source: str) -> ModelConfig:
     """Return the shape that a config.json describes. Raises ModelError naming `source` and the field."""
-    refuse_quantized(raw, source)
-    return checked(ARCHITECTURES[architecture_of(raw, source)](Fields(raw, source)), source)
+    config = ARCHITECTURES[architecture_of(raw, source)](Fields(raw, source))
+    return checked(replace(config, fp8_weights=has_fp8_weights(raw, source)), source)
 
 
 def _frame(

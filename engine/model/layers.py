@@ -8,24 +8,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kvern.engine.errors import ConfigError
 from kvern.engine.model.config import ModelConfig
+from kvern.engine.model.ops import TORCH_OPS, LayerOps
+from kvern.kernels.fp8_linear import FP8, MULTIPLE, fp8_linear
 from kvern.kernels.linear import linear
 
 
-def empty_parameter(*shape: int) -> nn.Parameter:
+def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Return a parameter whose values the loader fills in."""
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
 class Linear(nn.Module):
     """[num_tokens, in_features] -> [num_tokens, out_features]."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, *, fp8: bool = False) -> None:
+        """fp8: hold the weight in float8_e4m3fn. Raises ConfigError for sizes that a GPU cannot multiply then."""
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features)
+        if fp8 and (in_features % MULTIPLE or out_features % MULTIPLE):
+            sizes = f"a layer of {in_features} inputs and {out_features} outputs"
+            raise ConfigError("quantization", f"{sizes} cannot be in fp8, where both must divide by {MULTIPLE}")
+        self.weight: Tensor = empty_parameter(out_features, in_features, dtype=FP8 if fp8 else None)
+        self.weight_scale = empty_parameter(out_features, 1, dtype=torch.float32) if fp8 else None
         self.bias = empty_parameter(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.weight_scale is not None:
+            return fp8_linear(x, self.weight, self.weight_scale, self.bias)
         return linear(x, self.weight, self.bias)
 
 
@@ -40,9 +50,9 @@ class Fused(nn.Module):
 class FusedLinear(Linear, Fused):
     """Several linear layers over one input, computed as one product."""
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
+    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False, *, fp8: bool = False) -> None:
         """parts: name in the checkpoint, beside this layer's own, to output features."""
-        super().__init__(in_features, sum(parts.values()), bias)
+        super().__init__(in_features, sum(parts.values()), bias, fp8=fp8)
         self.parts = dict(parts)
 
     def parts_of(self, parameter: str) -> Iterator[tuple[str, Tensor]]:
@@ -68,25 +78,28 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, with the mean in float32. Source: arXiv:1910.07467."""
+    """x / sqrt(mean(x^2) + eps) * weight, with the mean in float32. Source: arXiv:1910.07467.
 
-    def __init__(self, size: int, eps: float) -> None:
+    With a unit offset it is * (1 + weight). Source: the Gemma release.
+    """
+
+    ops: LayerOps = TORCH_OPS
+
+    def __init__(self, size: int, eps: float, *, unit_offset: bool) -> None:
         super().__init__()
         self.weight = empty_parameter(size)
-        self.eps = eps
+        self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.ops.norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
 
-
-class UnitOffsetRMSNorm(RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * (1 + weight), in float32. Source: the Gemma release."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = 1.0 + self.weight.to(torch.float32)
-        return functional.rms_norm(x.to(torch.float32), weight.shape, weight, self.eps).to(x.dtype)
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the norm of the sum, and the sum. None: there is nothing to add so far."""
+        if residual is None:
+            return self(x), x
+        return self.ops.add_norm(x, residual, self.weight, self.eps, unit_offset=self.unit_offset)
 
 
 def make_norm(config: ModelConfig, size: int) -> RMSNorm:
     """Return a norm over `size` elements, of the model's kind."""
-    return (UnitOffsetRMSNorm if config.unit_offset_norms else RMSNorm)(size, config.rms_norm_eps)
+    return RMSNorm(size, config.rms_norm_eps, unit_offset=config.unit_offset_norms)

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from kvern.engine.model.config import Activation, ExpertsConfig, ModelConfig
+from kvern.engine.model.attention import Step
+from kvern.engine.model.config import ExpertsConfig, ModelConfig
 from kvern.engine.model.layers import Fused, FusedLinear, Linear, empty_parameter
-from kvern.kernels.experts import experts
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: functional.silu,
-    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
-}
+from kvern.engine.model.ops import TORCH_OPS, LayerOps
+from kvern.engine.tensor_parallel.shard import WHOLE, Shard
 
 
 class MLP(nn.Module):
     """(activation(x @ gate) * (x @ up)) @ down."""
 
+    ops: LayerOps = TORCH_OPS
+    shard: Shard = WHOLE
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = FusedLinear(config.hidden_size, parts, config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
-        self.activation = _ACTIVATIONS[config.activation]
+        self.gate_up_proj = FusedLinear(config.hidden_size, parts, config.mlp_bias, fp8=config.fp8_weights)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, fp8=config.fp8_weights)
+        self.activation = config.activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(self.activation(gate).mul_(up))
-        return out
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        return self.shard.sum(self.down_proj(self.ops.gate(self.gate_up_proj(x), self.activation)))
 
 
 class Experts(Fused):
     """MLPs without biases, their weights stacked. Checkpoints store each expert's own."""
+
+    ops: LayerOps = TORCH_OPS
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -45,7 +43,7 @@ class Experts(Fused):
         self.down_proj = empty_parameter(config.num_experts, hidden_size, size)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-        return experts(x, self.gate_up_proj, self.down_proj, expert_ids, expert_weights)
+        return self.ops.experts(x, self.gate_up_proj, self.down_proj, expert_ids, expert_weights)
 
     def parts_of(self, parameter: str) -> Iterator[tuple[str, Tensor]]:
         names = ("gate_proj", "up_proj") if parameter == "gate_up_proj" else (parameter,)
@@ -57,19 +55,22 @@ class Experts(Fused):
 class SparseMoE(nn.Module):
     """The experts that score highest, weighted by the softmax of their scores. Source: Mixtral, arXiv:2401.04088."""
 
+    shard: Shard = WHOLE
+
     def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
         super().__init__()
         self.gate = Linear(config.hidden_size, experts.num_experts)
         self.experts = Experts(config.hidden_size, experts)
         self.top_k, self.norm_topk_prob = experts.top_k, experts.norm_topk_prob
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, step: Step) -> Tensor:
         probabilities = self.gate(x).softmax(dim=-1, dtype=torch.float32)
         weights, expert_ids = probabilities.topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        out: Tensor = self.experts(x, expert_ids, weights)
-        return out
+        if step.attention.is_padding is not None:
+            expert_ids = expert_ids.masked_fill(step.attention.is_padding[:, None], -1)
+        return self.shard.sum(self.experts(x, expert_ids, weights))
 
 
 def make_mlp(config: ModelConfig, layer: int) -> nn.Module:

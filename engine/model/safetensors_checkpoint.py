@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvern.engine.errors import ModelError
@@ -56,6 +55,9 @@ class SafetensorsCheckpoint:
         return self._own_name(name) in self._file_of
 
     def tensor(self, name: str) -> Tensor:
+        # Imported here: whoever makes up weights does without.
+        from safetensors import SafetensorError
+
         name = self._own_name(name)
         if name not in self._file_of:
             raise ModelError(f"{self.path}: tensor {name} is missing")
@@ -115,6 +117,8 @@ class SafetensorsCheckpoint:
 
     def _open(self, file: Path) -> Any:
         """Open a shard, once. Its tensors are mapped into memory, not read."""
+        from safetensors import SafetensorError, safe_open
+
         if file not in self._files:
             try:
                 self._files[file] = safe_open(str(file), framework="pt")

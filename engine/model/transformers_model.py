@@ -20,7 +20,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvern.engine.errors import ModelError
 from kvern.engine.model.config import ModelShape
-from kvern.engine.model.hf_config import refuse_quantized
 from kvern.engine.model.language_model import LanguageModel
 from kvern.engine.model.safetensors_checkpoint import SafetensorsCheckpoint
 from kvern.kernels.paged_attention import AttentionMetadata, paged_attention, plan_attention, write_kv
@@ -210,7 +209,8 @@ def _refusal(checkpoint: SafetensorsCheckpoint, reason: str) -> ModelError:
 
 def _config_of(checkpoint: SafetensorsCheckpoint) -> Any:
     """Return transformers' configuration if it is one of a model that can be tried."""
-    refuse_quantized(checkpoint.raw_config(), str(checkpoint.path))
+    if checkpoint.raw_config().get("quantization_config") is not None:
+        raise _refusal(checkpoint, "quantization_config: transformers would compute with quantized weights")
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if checkpoint.architecture not in names.values():
         raise _refusal(checkpoint, "transformers knows no decoder of this name")

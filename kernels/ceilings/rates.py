@@ -40,13 +40,17 @@ def measure_rates(works: Callable[[torch.device], Iterator[Work]], device: torch
     """Measure the ceilings, then each launch."""
     copies, products = copy_bandwidth(device), gemm_flops(device)
     for work in works(device):
-        seconds = median_s(work.launch)
-        if work.operations:
-            rate = work.operations / seconds
-            yield Rate(work.name, seconds, rate, "TFLOP/s", rate / products)
-        else:
-            rate = work.num_bytes / seconds
-            yield Rate(work.name, seconds, rate, "GB/s", rate / copies)
+        yield measure_rate(work, copies, products)
+
+
+def measure_rate(work: Work, copies: float, products: float) -> Rate:
+    """Measure one launch. copies, products: the ceilings, in bytes and operations a second."""
+    seconds = median_s(work.launch)
+    if work.operations:
+        rate = work.operations / seconds
+        return Rate(work.name, seconds, rate, "TFLOP/s", rate / products)
+    rate = work.num_bytes / seconds
+    return Rate(work.name, seconds, rate, "GB/s", rate / copies)
 
 
 def print_rates(works: Callable[[torch.device], Iterator[Work]]) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvern.kernels.paged_attention.backends import AUTO, BACKENDS, choose_backend, load_backend
-from kvern.kernels.paged_attention.step import Backend, SplitList, Step, distinct_windows
+from kvern.kernels.paged_attention.step import Backend, SplitList, Step, check_kv_scales, distinct_windows
 
 __all__ = [
     "BACKENDS",
@@ -37,6 +37,9 @@ class AttentionMetadata:
     num_tokens: int
     kv_shape: torch.Size
     windows: frozenset[int | None]
+    slot_mapping: Tensor
+    kv_scales: Tensor | None
+    is_padding: Tensor | None
     backend: Backend
     plan: object
 
@@ -53,6 +56,7 @@ def plan_attention(
     max_query_len: int | None = None,
     kv_scales: Tensor | None = None,
     split_lists: Mapping[int | None, SplitList] | None = None,
+    is_padding: Tensor | None = None,
 ) -> AttentionMetadata:
     """Prepare a step for `write_kv` and `paged_attention`.
 
@@ -63,7 +67,7 @@ def plan_attention(
     backend: one of BACKENDS. max_query_len: most query tokens of a sequence, where the host knows: if 1, which says
     that every sequence has one, no kernel for more is launched. kv_scales: [2, num_layers, num_kv_heads] float32, what
     keys and values of fp8 are multiplied by. split_lists: of `allocate_split_lists`, to be written by this step; what a
-    CUDA graph reads must outlive it.
+    CUDA graph reads must outlive it. is_padding: [num_tokens] bool, for whoever else must tell rows of padding.
 
     The backend "triton" reads nothing back from the device. Its rows of padding are those with slot -1 of sequences of
     context length 0: they get zeros, as do rows that no sequence owns.
@@ -83,10 +87,12 @@ def plan_attention(
         )
     if max_query_len == 1 and len(slot_mapping) != len(context_lens):
         raise ValueError(f"{len(slot_mapping)} tokens are not one for each of {len(context_lens)} sequences")
+    check_kv_scales(kv, kv_scales)
     windows = distinct_windows(sliding_windows)
     chosen = load_backend(choose_backend(kv, backend))
     step = Step(block_table, cu_query_lens, context_lens, slot_mapping, windows, max_query_len, kv_scales, split_lists)
-    return AttentionMetadata(len(slot_mapping), kv.shape, windows, chosen, chosen.plan(kv, step))
+    planned = chosen.plan(kv, step)
+    return AttentionMetadata(len(slot_mapping), kv.shape, windows, slot_mapping, kv_scales, is_padding, chosen, planned)
 
 
 def allocate_split_lists(
@@ -147,7 +153,7 @@ def warm_up(kv: Tensor) -> None:
 
     On a GPU kernels depend on the model's heads too, and are compiled by its first steps.
     """
-    if kv.device.type != "cpu":
+    if kv.device.type != "cpu" or kv.dtype.itemsize == 1:
         return
     one = torch.zeros(1, kv.shape[3], kv.shape[5], dtype=kv.dtype, device=kv.device)
     table, starts, lens = (torch.tensor(each, dtype=torch.int32, device=kv.device) for each in ([[0]], [0, 1], [1]))
@@ -164,10 +170,11 @@ def _check(name: str, tensor: Tensor, dims: int, dtype: torch.dtype | None) -> N
 
 
 def _fits(tensor: Tensor, kv: Tensor) -> bool:
-    """Activations are of the cache's type, or of any two bytes where the cache is fp8."""
+    """Activations are of the cache's type. Where the cache is fp8, of any two bytes, or on a CPU of four."""
     if kv.dtype.itemsize > 1:
         return tensor.dtype is kv.dtype
-    return tensor.dtype in (torch.bfloat16, torch.float16)
+    on_cpu = kv.device.type == "cpu"
+    return tensor.dtype in (torch.bfloat16, torch.float16) or (on_cpu and tensor.dtype is torch.float32)
 
 
 def _check_against_plan(kv: Tensor, metadata: AttentionMetadata) -> None:

@@ -29,8 +29,6 @@ def choose_backend(kv: Tensor, requested: str = AUTO) -> str:
     name = by_device if requested == AUTO else requested
     if name == "numba" and by_device != "numba":
         raise ValueError(f"attention backend 'numba' is for float32 on a CPU; kv is {kv.dtype} on {kv.device.type}")
-    if name == "torch" and kv.dtype.itemsize == 1:
-        raise ValueError(f"attention backend 'torch' cannot read kv of {kv.dtype}")
     return name
 
 

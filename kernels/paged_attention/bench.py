@@ -32,15 +32,21 @@ class Measured:
     """Of both products, over what causality lets see."""
 
 
-def make_pool(
-    num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, layer_major: bool = False
-) -> Tensor:
-    """Return a pool of random KV. layer_major: blocks of a layer lie together, instead of layers of a block."""
-    if layer_major:
-        shape = (NUM_LAYERS, num_blocks, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
-        return torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype).transpose(0, 1)
+def make_pool(num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a pool of random KV, layers of a block together."""
     shape = (num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, block_size, HEAD_DIM)
     return torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype)
+
+
+def view_pool(memory: Tensor, num_layers: int, block_size: int, *, layer_major: bool) -> Tensor:
+    """Return flat memory, of as many elements as a number of blocks has, as a pool.
+
+    layer_major: blocks of a layer lie together, instead of layers of a block.
+    """
+    block = (2, NUM_KV_HEADS, block_size, HEAD_DIM)
+    if layer_major:
+        return memory.view(num_layers, -1, *block).transpose(0, 1)
+    return memory.view(-1, num_layers, *block)
 
 
 def measure(kv: Tensor, num_seqs: int, context_len: int, query_len: int) -> Measured:
@@ -48,7 +54,7 @@ def measure(kv: Tensor, num_seqs: int, context_len: int, query_len: int) -> Meas
     metadata = plan_random(kv, num_seqs, context_len, query_len)
     activation = kv.dtype if kv.dtype.itemsize > 1 else torch.bfloat16
     q = torch.randn(num_seqs * query_len, NUM_HEADS, HEAD_DIM, dtype=activation, device=kv.device)
-    seconds = median_s(partial(paged_attention, q, kv, NUM_LAYERS - 1, metadata, HEAD_DIM**-0.5))
+    seconds = median_s(partial(paged_attention, q, kv, kv.shape[1] - 1, metadata, HEAD_DIM**-0.5))
     seen = num_seqs * sum(range(context_len - query_len + 1, context_len + 1))
     token_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * kv.element_size()
     return Measured(seconds, num_seqs * context_len * token_bytes, 4 * seen * NUM_HEADS * HEAD_DIM)
@@ -66,7 +72,7 @@ def plan_random(kv: Tensor, num_seqs: int, context_len: int, query_len: int) -> 
         torch.full((num_tokens,), -1, device=device),
         backend="triton",
         max_query_len=query_len,
-        kv_scales=torch.ones(2, NUM_LAYERS, NUM_KV_HEADS, device=device) if is_fp8 else None,
+        kv_scales=torch.ones(2, kv.shape[1], NUM_KV_HEADS, device=device) if is_fp8 else None,
     )
 
 

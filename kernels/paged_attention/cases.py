@@ -54,17 +54,16 @@ def _launch(
     softcap: float | None,
 ) -> None:
     """Four decodes and a chunk of 12 tokens on the first block."""
-    kv = torch.zeros(1, 32, 2, num_kv_heads, 16, head_dim, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(
-        dtype
-    )
     is_fp8 = dtype.itemsize == 1
+    shape = (1, 32, 2, num_kv_heads, 16, head_dim)
+    kv = torch.zeros(shape, dtype=torch.uint8 if is_fp8 else dtype, device=device).view(dtype)
     activation = torch.bfloat16 if is_fp8 else dtype
     q, k, v = (
         torch.zeros(16, heads, head_dim, dtype=activation, device=device)
         for heads in (num_heads, num_kv_heads, num_kv_heads)
     )
     metadata = plan_attention(
-        kv.to(device),
+        kv,
         torch.zeros(5, 512, dtype=torch.int32, device=device),
         torch.tensor([0, 1, 2, 3, 4, 16], dtype=torch.int32, device=device),
         torch.tensor([1, 2, 3, 4, 12], dtype=torch.int32, device=device),

@@ -1,5 +1,7 @@
 """How the kernels are tiled on each GPU. Chosen so that nothing spills; docs/kernels.md has what each takes.
 
+`make gpu-check TUNE=1` rewrites rows of the tables below that are literal.
+
 A sequence's result depends on SPLIT and on block_n, and on nothing else here.
 """
 
@@ -33,25 +35,22 @@ class PrefillConfiguration:
     num_stages: int
 
 
-_HOPPER_DECODE = {
-    64: DecodeConfiguration(block_n=64, num_warps=4, num_stages=7, programs_per_multiprocessor=2),
-    128: DecodeConfiguration(block_n=64, num_warps=4, num_stages=5, programs_per_multiprocessor=2),
-    256: DecodeConfiguration(block_n=32, num_warps=4, num_stages=5, programs_per_multiprocessor=2),
-}
-_HOPPER_PREFILL = {
-    64: PrefillConfiguration(block_m=128, block_n=64, num_warps=8, num_stages=5),
-    128: PrefillConfiguration(block_m=128, block_n=64, num_warps=8, num_stages=5),
-    256: PrefillConfiguration(block_m=64, block_n=64, num_warps=8, num_stages=3),
-}
-
 _DECODE = {
     80: {
         64: DecodeConfiguration(block_n=64, num_warps=4, num_stages=7, programs_per_multiprocessor=2),
         128: DecodeConfiguration(block_n=32, num_warps=4, num_stages=7, programs_per_multiprocessor=2),
         256: DecodeConfiguration(block_n=32, num_warps=4, num_stages=5, programs_per_multiprocessor=1),
     },
-    90: _HOPPER_DECODE,
-    100: _HOPPER_DECODE,
+    90: {
+        64: DecodeConfiguration(block_n=64, num_warps=4, num_stages=7, programs_per_multiprocessor=2),
+        128: DecodeConfiguration(block_n=64, num_warps=4, num_stages=5, programs_per_multiprocessor=2),
+        256: DecodeConfiguration(block_n=32, num_warps=4, num_stages=5, programs_per_multiprocessor=2),
+    },
+    100: {
+        64: DecodeConfiguration(block_n=64, num_warps=4, num_stages=7, programs_per_multiprocessor=2),
+        128: DecodeConfiguration(block_n=64, num_warps=4, num_stages=5, programs_per_multiprocessor=2),
+        256: DecodeConfiguration(block_n=32, num_warps=4, num_stages=5, programs_per_multiprocessor=2),
+    },
 }
 """By architecture, and by the least listed head size that holds the model's. KV of two bytes or one.
 
@@ -64,8 +63,16 @@ _PREFILL = {
         128: PrefillConfiguration(block_m=128, block_n=64, num_warps=8, num_stages=5),
         256: PrefillConfiguration(block_m=64, block_n=32, num_warps=8, num_stages=3),
     },
-    90: _HOPPER_PREFILL,
-    100: _HOPPER_PREFILL | {64: PrefillConfiguration(block_m=128, block_n=128, num_warps=8, num_stages=3)},
+    90: {
+        64: PrefillConfiguration(block_m=128, block_n=64, num_warps=8, num_stages=5),
+        128: PrefillConfiguration(block_m=128, block_n=64, num_warps=8, num_stages=5),
+        256: PrefillConfiguration(block_m=64, block_n=64, num_warps=8, num_stages=3),
+    },
+    100: {
+        64: PrefillConfiguration(block_m=128, block_n=128, num_warps=8, num_stages=3),
+        128: PrefillConfiguration(block_m=128, block_n=64, num_warps=8, num_stages=5),
+        256: PrefillConfiguration(block_m=64, block_n=64, num_warps=8, num_stages=3),
+    },
 }
 
 _FP8_PREFILL = {

@@ -2,6 +2,7 @@
 
 Sequences with one query token are batched, those of like context length together, so that little is padded. Longer
 runs of queries go one sequence at a time, in tiles. Blocks may hold anything, NaN too, past a sequence's context.
+KV in fp8 is attended in float32.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _MAX_PADDING = 1.5
 
 _GROUP_BYTES = 4 << 20
 """Most KV gathered for one group: what a processor's caches hold between gathering and attending."""
+
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Plan:
     """By sliding window."""
     workspace: Tensor
     """[rows, block_size * head_dim] for what is gathered. One allocation a step: fresh memory costs page faults."""
+    kv_scales: Tensor | None
+    """[2, num_layers, num_kv_heads], of KV in fp8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +93,16 @@ class _Call:
     num_kv_heads: int
     scale: float
     softcap: float | None
+    kv_scales: Tensor | None
+    """[2, 1, num_kv_heads, 1, 1], of KV in fp8."""
 
     def gather(self, kv_rows: Tensor) -> Tensor:
-        return torch.index_select(self.rows, 0, kv_rows, out=self.workspace[: len(kv_rows)])
+        gathered = torch.index_select(self.rows, 0, kv_rows, out=self.workspace[: len(kv_rows)])
+        return gathered if self.kv_scales is None else gathered.view(_FP8).to(torch.float32)
+
+    def scaled(self, gathered: Tensor) -> Tensor:
+        """gathered: [2, num_seqs, num_kv_heads, num_keys, head_dim]. Returns keys and values as they were written."""
+        return gathered if self.kv_scales is None else gathered * self.kv_scales
 
 
 def plan(kv: Tensor, step: Step) -> Plan:
@@ -108,7 +121,8 @@ def plan(kv: Tensor, step: Step) -> Plan:
         written=written,
         write_rows=_write_rows(kv, slots),
         reaches=reaches,
-        workspace=kv.new_empty(max(map(len, gathered)), kv.shape[4] * kv.shape[5]),
+        workspace=_bytes_of_fp8(kv).new_empty(max(map(len, gathered)), kv.shape[4] * kv.shape[5]),
+        kv_scales=step.kv_scales,
     )
 
 
@@ -146,8 +160,9 @@ def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
     if plan.written is not None:
         k, v = k[plan.written], v[plan.written]
     for part, values in enumerate((k, v)):
-        rows = _rows(kv, layer, part, head_dim)
-        rows.index_copy_(0, plan.write_rows, values.reshape(-1, head_dim))
+        stored = values if plan.kv_scales is None else _to_fp8(values, plan.kv_scales[part, layer])
+        rows = _rows(_bytes_of_fp8(kv), layer, part, head_dim)
+        rows.index_copy_(0, plan.write_rows, _bytes_of_fp8(stored).reshape(-1, head_dim))
 
 
 def paged_attention(
@@ -155,7 +170,9 @@ def paged_attention(
 ) -> Tensor:
     """Attend one layer. Shapes as in the launcher."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    call = _Call(_rows(kv, layer, 0, plan.workspace.shape[1]), plan.workspace, kv.shape[3], scale, softcap)
+    rows = _rows(_bytes_of_fp8(kv), layer, 0, plan.workspace.shape[1])
+    scales = None if plan.kv_scales is None else plan.kv_scales[:, layer][:, None, :, None, None]
+    call = _Call(rows, plan.workspace, kv.shape[3], scale, softcap, scales)
     reach = plan.reaches[window]
     for group in reach.groups:
         _attend_group(q, group, call, out)
@@ -169,21 +186,21 @@ def _attend_group(q: Tensor, group: _Group, call: _Call, out: Tensor) -> None:
     size, num_heads, head_dim = len(group.tokens), q.shape[1], q.shape[2]
     gathered = call.gather(group.kv_rows).view(-1, head_dim)
     gathered.index_fill_(0, group.hidden_rows, 0)
-    keys, values = gathered.view(2, size, call.num_kv_heads, -1, head_dim)
+    keys, values = call.scaled(gathered.view(2, size, call.num_kv_heads, -1, head_dim))
     queries = q.index_select(0, group.tokens).view(size, call.num_kv_heads, -1, head_dim)
-    attended = _attend(queries, keys, values, group.mask, call)
-    out.index_copy_(0, group.tokens, attended.reshape(size, num_heads, head_dim))
+    attended = _attend(queries.to(keys.dtype), keys, values, group.mask, call)
+    out.index_copy_(0, group.tokens, attended.reshape(size, num_heads, head_dim).to(out.dtype))
 
 
 def _attend_chunk(q: Tensor, chunk: _Chunk, reach: _Reach, call: _Call, out: Tensor) -> None:
     """Each tile of queries sees the context from what its first token reaches up to its own last token."""
-    keys, values = call.gather(chunk.kv_rows).view(2, 1, call.num_kv_heads, -1, q.shape[2])
+    keys, values = call.scaled(call.gather(chunk.kv_rows).view(2, 1, call.num_kv_heads, -1, q.shape[2]))
     for begin in range(chunk.begin, chunk.end, _TILE):
         end = min(begin + _TILE, chunk.end)
         last = chunk.context_len - (chunk.end - end)
         first = 0 if reach.window is None else max(0, last - (end - begin) - reach.window + 1)
         mask = reach.mask[begin - end :, first - last :]
-        queries = q[begin:end].transpose(0, 1)[None]
+        queries = q[begin:end].transpose(0, 1)[None].to(keys.dtype)
         attended = _attend(queries, keys[:, :, first:last], values[:, :, first:last], mask, call)
         out[begin:end] = attended[0].transpose(0, 1)
 
@@ -243,7 +260,7 @@ def _plan_group(
     heads = torch.arange(num_kv_heads, device=device)[:, None]
     key_rows = (sequence * num_kv_heads + heads) * len(positions) + position
     hidden = past if window is None else past | (positions < lengths - window)
-    mask = torch.zeros(hidden.shape, dtype=kv.dtype, device=device).masked_fill_(hidden, float("-inf"))
+    mask = torch.zeros(hidden.shape, dtype=_attended_dtype(kv), device=device).masked_fill_(hidden, float("-inf"))
     return _Group(
         tokens=torch.tensor([query_starts[member] for member in members], device=device),
         kv_rows=_gather_rows(kv, table),
@@ -276,6 +293,20 @@ def _rows(kv: Tensor, layer: int, part: int, width: int) -> Tensor:
 def _causal_mask(length: int, window: int | None, like: Tensor) -> Tensor:
     """Return [_TILE, length] where the last query sees everything in its window, each one before it one token less."""
     length = max(length, _TILE)
-    mask = torch.full((_TILE, length), float("-inf"), dtype=like.dtype, device=like.device)
+    mask = torch.full((_TILE, length), float("-inf"), dtype=_attended_dtype(like), device=like.device)
     future = mask.triu(length - _TILE + 1)
     return future if window is None else future + mask.tril(length - _TILE - window)
+
+
+def _attended_dtype(kv: Tensor) -> torch.dtype:
+    return torch.float32 if kv.dtype is _FP8 else kv.dtype
+
+
+def _to_fp8(values: Tensor, scales: Tensor) -> Tensor:
+    """values: [num_tokens, num_kv_heads, head_dim]; scales: [num_kv_heads]."""
+    return (values.to(torch.float32) / scales[:, None]).clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8)
+
+
+def _bytes_of_fp8(tensor: Tensor) -> Tensor:
+    """Return fp8 as bytes, which torch can gather and store on a CPU; other types as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype is _FP8 else tensor

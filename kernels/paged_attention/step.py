@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -55,3 +56,14 @@ def distinct_windows(windows: Iterable[int | None]) -> frozenset[int | None]:
     if any(window is not None and window < 1 for window in distinct):
         raise ValueError(f"sliding windows are {sorted(map(str, distinct))}; at least one token is needed")
     return distinct
+
+
+def check_kv_scales(kv: Tensor, scales: Tensor | None) -> None:
+    """Raise ValueError unless there are scales for KV in fp8, of the right shape, and none for other KV."""
+    if (kv.dtype is torch.float8_e4m3fn) != (scales is not None):
+        raise ValueError(f"kv is of {kv.dtype}; scales are for float8_e4m3fn, which needs them")
+    if scales is None:
+        return
+    expected = [2, kv.shape[1], kv.shape[3]]
+    if list(scales.shape) != expected or scales.dtype is not torch.float32:
+        raise ValueError(f"kv_scales is {list(scales.shape)} of {scales.dtype}; {expected} of float32 is needed")

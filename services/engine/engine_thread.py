@@ -81,18 +81,29 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = start_engine(self._config, _ProgressLog())
+            engine = start_engine(self._config, _ProgressLog(), self._fail)
         except Exception as error:
-            self._in_loop(self.loaded.set_exception, error)
+            self._fail(error)
             return
         self._core = engine.core
         self._in_loop(self.loaded.set_result, engine)
         try:
             engine.core.run(self._emit)
         except Exception as error:
-            self._in_loop(self.ended.set_exception, error)
+            self._fail(error)
         else:
             self._in_loop(self.ended.set_result, None)
+        finally:
+            engine.close()
+
+    def _fail(self, error: Exception) -> None:
+        """Tell what the engine died of, or will: where another rank is gone, this one may wait for it in a step."""
+        self._in_loop(self._set_failed, error)
+
+    def _set_failed(self, error: Exception) -> None:
+        future = self.ended if self.loaded.done() else self.loaded
+        if not future.done():
+            future.set_exception(error)
 
     def _emit(self, output: Output) -> None:
         self._may_emit.wait()
@@ -103,13 +114,13 @@ class EngineThread:
 
 
 class _ProgressLog:
-    """Logs loading by the tenth: a model has hundreds of tensors."""
+    """Logs by the tenth, each thing that is done from the beginning: a model has hundreds of tensors."""
 
     def __init__(self) -> None:
         self._logged = -1
 
     def __call__(self, fraction: float, what: str) -> None:
         tenths = int(fraction * 10)
-        if tenths > self._logged:
+        if tenths != self._logged:
             self._logged = tenths
             _log.info("loading", progress=round(fraction, 2), what=what)

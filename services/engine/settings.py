@@ -24,8 +24,24 @@ class EngineSettings(ServiceSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and KV. auto: the checkpoint's; a GGUF runs in float32 on a CPU."""
 
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of this machine that share the model, or processes on a CPU. Each must get as many heads as the others."""
+
+    quantization: Literal["fp8"] | None = None
+    """fp8: layers' projections in 8 bits, rounded as they are loaded. Needs a GPU of compute capability 9.0 or
+    higher, or on a CPU patience. Default: as the checkpoint has them."""
+
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of KV. fp8 holds twice the tokens of 16 bits, on a GPU as above. auto: as the activations."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
+
+    attention_backend: Literal["auto", "triton", "torch", "numba"] = "auto"
+    """auto: triton on a GPU; on a CPU numba for float32 and torch for other types."""
+
+    enforce_eager: bool = False
+    """Launch a GPU's steps piece by piece, not as CUDA graphs: to compare, or where memory for graphs lacks."""
 
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt and output together, in tokens. Default: what the model was trained for."""
@@ -43,7 +59,7 @@ class EngineSettings(ServiceSettings):
     """KV blocks in the pool, fixed by hand. Default: as many as the KV memory holds."""
 
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
-    """Bytes for KV, with a suffix if you like: 512MiB, 4GiB."""
+    """Bytes for KV on each device, with a suffix if you like: 512MiB, 4GiB."""
 
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of the device's memory to fill. Default: 0.9 on a GPU, 0.25 of what is available on a CPU."""
@@ -88,6 +104,11 @@ class EngineSettings(ServiceSettings):
             model_path=model_path,
             dtype=self.dtype,
             device=self.device,
+            tensor_parallel_size=self.tensor_parallel_size,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            attention_backend=self.attention_backend,
+            enforce_eager=self.enforce_eager,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,

@@ -127,6 +127,35 @@ def test_capacity_of_a_gpu_is_its_share_without_weights(llama_8b: Path) -> None:
     assert told["num_requests"] == told["num_blocks"] // 63
 
 
+@pytest.mark.parametrize("options", [("--quantization", "fp8"), ("--kv-cache-dtype", "fp8")])
+def test_capacity_in_fp8_is_what_a_started_engine_says(smollm2_path: Path, options: tuple[str, str]) -> None:
+    field, value = options[0].removeprefix("--").replace("-", "_"), options[1]
+    started = start_engine(EngineConfig(smollm2_path, kv_cache_memory=64 << 20, **{field: value})).capacity
+    told = run("smollm2", "--kv-cache-memory", "64MiB", *options)
+    for name in ("num_parameters", "weight_bytes", "quantization", "kv_dtype", "kv_bytes", "num_blocks"):
+        assert told[name] == getattr(started, name), name
+
+
+def test_capacity_of_a_gpu_in_fp8_holds_twice_the_tokens_beside_half_the_projections(llama_8b: Path) -> None:
+    plain, kv, weights = (
+        run(llama_8b, "--gpu", "h100", *options)
+        for options in ((), ("--kv-cache-dtype", "fp8"), ("--quantization", "fp8"))
+    )
+    assert kv["kv_block_bytes"] * 2 == plain["kv_block_bytes"]
+    projections = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    scales = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    assert weights["weight_bytes"] == plain["weight_bytes"] - projections + 4 * scales
+    four = run(llama_8b, "--gpu", "h100", "--quantization", "fp8", "--tensor-parallel", "4")
+    assert four["weight_bytes"] * 4 == weights["weight_bytes"]
+
+
+def test_experts_in_fp8_are_refused(tmp_path: Path) -> None:
+    raw = _TINY | _VARIANTS["Qwen3MoeForCausalLM"]
+    config = transformers.Qwen3MoeConfig(**raw).to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "experts cannot be in fp8" in refusal(tmp_path, "--gpu", "l4", "--quantization", "fp8")
+
+
 def test_capacity_of_several_gpus_shares_weights_and_heads(llama_8b: Path) -> None:
     one, four = (run(llama_8b, "--gpu", "a10", "--tensor-parallel", str(count)) for count in (1, 4))
     assert four["weight_bytes"] * 4 == one["weight_bytes"]

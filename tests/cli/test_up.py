@@ -60,14 +60,15 @@ def test_ready_lines_say_addresses_capacity_logs_and_a_command(running_set: UpPr
     assert Path(said.partition("logs")[2].split()[0]).is_dir()
 
 
-def test_run_answers_and_leaves_nothing(tmp_path: Path) -> None:
-    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+def test_run_answers_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("run")  # a short name: in a long one there is no room for sockets
+    environ = {"XDG_RUNTIME_DIR": str(folder), "XDG_STATE_HOME": str(folder / "state")}
     flags = ("--max-model-len", "256", "--num-blocks", "32", "--num-threads", "1")
     done = run_kvern("run", "smollm2", "What is the capital of France?", *flags, environ=environ)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
-    assert not list((tmp_path / "kvern").iterdir())
-    assert not list((tmp_path / "state" / "kvern").iterdir())
+    assert not list((folder / "kvern").iterdir())
+    assert not list((folder / "state" / "kvern").iterdir())
 
 
 def test_interrupted_start_leaves_nothing(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ NO_HELP = RetryPolicy(max_retries=0, max_resumptions=0)
 """The client alone could resume: it must not have to."""
 
 
-async def wait_ready(client: AsyncClient) -> None:
+async def wait_ready(client: AsyncClient, num_replicas: int = NUM_REPLICAS) -> None:
     """Wait until the router sees all replicas ready, whatever they were a moment ago."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             models = (await client.list_models()).models
-            if sum(model.ready_replicas for model in models) == NUM_REPLICAS:
+            if sum(model.ready_replicas for model in models) == num_replicas:
                 return
             await asyncio.sleep(0.05)

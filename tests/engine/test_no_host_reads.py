@@ -27,8 +27,13 @@ _READS = {
 }  # fmt: skip
 """What needs a tensor's values, or has a shape that depends on them."""
 
-_CPU_ONLY = ("kernels/paged_attention", "kernels/sampling/cpu.py")
-"""The CPU's kernels work on the host, where a CPU has its tensors."""
+_CPU_ONLY = (
+    "kernels/paged_attention/cpu.py",
+    "kernels/paged_attention/gathered.py",
+    "kernels/sampling/cpu.py",
+    "triton/runtime/interpreter.py",
+)
+"""The CPU's kernels, and those that are interpreted, work on the host, where a CPU has its tensors."""
 
 
 class HostReadsForbidden(TorchFunctionMode):

@@ -19,7 +19,7 @@ from transformers import (
 
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.sampler import sample
-from kvern.engine.sampling_state import SamplingState
+from kvern.engine.sampling_state import SampledRows, SamplingState
 
 VOCAB_SIZE = 24
 COUNT = 20_000
@@ -57,7 +57,7 @@ def count_draws(logits: Tensor, sampling: SamplingParams) -> Tensor:
     request = Request(0, PROMPT, len(PROMPT), sampling, StoppingParams(9))
     state = SamplingState(torch.tensor([PROMPT], dtype=torch.int32), VOCAB_SIZE, frozenset())
     state.add(0, request)
-    inputs = state.select([request], [0], [0], [len(PROMPT)])
+    inputs = state.select(SampledRows([request], [0], [0], [len(PROMPT)]))
     edited = logits[None].clone()
     for edit in inputs.edits:
         edit.apply(edited)

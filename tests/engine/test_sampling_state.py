@@ -15,7 +15,7 @@ from torch import Tensor
 from kvern.engine.logits_processors import TokenBitmask
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.sampler import sample
-from kvern.engine.sampling_state import SamplingInputs, SamplingState
+from kvern.engine.sampling_state import SampledRows, SamplingInputs, SamplingState
 
 from .sampling_reference import next_token
 
@@ -39,8 +39,11 @@ class Batch:
             self.state.add(slot, request)
 
     def select(self) -> SamplingInputs:
+        return self.state.select(self.sampled())
+
+    def sampled(self) -> SampledRows:
         positions = [request.num_tokens for request in self.requests]
-        return self.state.select(self.requests, list(range(len(self.requests))), self.slots, positions)
+        return SampledRows(list(self.requests), list(range(len(self.requests))), self.slots, positions)
 
     def sample(self, logits: Tensor, bitmask: TokenBitmask | None = None) -> list[int | None]:
         """Sample a token a row, and take it in. None where nothing is allowed."""
@@ -167,7 +170,7 @@ def test_plain_requests_have_no_edits_and_take_no_memory_for_any() -> None:
     requests = [Request(n, [1, 2, 3], 3, SamplingParams(seed=n), StoppingParams(5)) for n in range(8)]
     batch = Batch(requests)
     assert batch.select().edits == []
-    assert batch.select().logprobs is None
+    assert batch.state.told(batch.sampled()) is None
     for processor in batch.state._processors:
         tensors = [each for each in vars(processor).values() if isinstance(each, Tensor)]
         assert all(each is batch.token_ids or each.numel() == 0 for each in tensors)

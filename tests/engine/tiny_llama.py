@@ -68,6 +68,7 @@ def logits_of(model: LoadedModel, token_ids: list[int] = PROMPT) -> Tensor:
         context_lens=torch.tensor([len(token_ids)], dtype=torch.int32),
         slot_mapping=torch.arange(len(token_ids)),
         sliding_windows=model.config.sliding_windows,
+        kv_scales=model.kv_scales,
     )
     hidden = model.module(torch.tensor(token_ids), torch.arange(len(token_ids)), metadata, kv)
     return model.module.logits(hidden)

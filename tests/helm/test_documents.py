@@ -14,6 +14,7 @@ from tests.helm.chart import (
     NAMESPACE,
     VALUES,
     Document,
+    all_containers,
     component,
     containers,
     labels_of,
@@ -99,7 +100,7 @@ def test_service_leads_to_ports_that_its_pods_have(name: str) -> None:
         assert chosen, each["metadata"]["name"]
         offered = [{port for c in containers(pod) for port in c.ports.items()} for pod in chosen]
         for port in each["spec"]["ports"]:
-            found = [target for ports in offered for named, target in ports if named == port["targetPort"]]
+            found = [number for ports in offered for named, number in ports if port["targetPort"] in (named, number)]
             assert found, port
             assert each["spec"].get("clusterIP") != "None" or {*found} == {port["port"]}
 
@@ -214,18 +215,46 @@ def _scraped(monitor: Document, documents: list[Document]) -> list[str]:
     spec = monitor["spec"]
     endpoints = spec.get("podMetricsEndpoints") or spec["endpoints"]
     selector = spec["selector"]["matchLabels"]
+    targets = {each["port"]: each["port"] for each in endpoints}
     if monitor["kind"] == "ServiceMonitor":
         [service] = [each for each in of_kind(documents, "Service") if selector.items() <= labels_of(each).items()]
-        assert {each["port"] for each in endpoints} == {port["name"] for port in service["spec"]["ports"]}
+        assert targets.keys() == {port["name"] for port in service["spec"]["ports"]}
+        targets = {port["name"]: port["targetPort"] for port in service["spec"]["ports"]}
         selector = service["spec"]["selector"]
-    chosen = [container for pod in pods(documents) if selects(selector, pod) for container in containers(pod)]
     return [
-        str(port)
-        for container in chosen
-        for name, port in container.ports.items()
+        port
+        for pod in pods(documents)
+        if selects(selector, pod)
         for endpoint in endpoints
-        if endpoint["port"] == name
+        if not _drops(endpoint, pod)
+        for port in _ports(pod, targets[endpoint["port"]])
     ]
+
+
+def _drops(endpoint: Document, pod: Document) -> bool:
+    label = "__meta_kubernetes_pod_label_app_kubernetes_io_component"
+    return any(
+        (rule["action"], rule["sourceLabels"], rule["regex"]) == ("drop", [label], component(pod))
+        for rule in endpoint.get("relabelings", ())
+    )
+
+
+def _ports(pod: Document, target: str | int) -> list[str]:
+    """Return what a port is at a pod. By number there is one at every pod, whether anybody listens or not."""
+    if isinstance(target, int):
+        return [str(target)]
+    return [str(container.ports[target]) for container in containers(pod) if target in container.ports]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_no_service_and_no_network_policy_names_a_port_of_a_native_sidecar(name: str) -> None:
+    """Kubernetes before 1.32 and some networks do not look such names up."""
+    documents = rendered(name)
+    sidecars = [each for each in all_containers(documents) if each.spec.get("restartPolicy") == "Always"]
+    named = {port["targetPort"] for each in of_kind(documents, "Service") for port in each["spec"]["ports"]}
+    for policy in of_kind(documents, "NetworkPolicy"):
+        named |= {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    assert not named & {port for sidecar in sidecars for port in sidecar.ports}
 
 
 @pytest.mark.parametrize("name", [name for name in VALUES if name != "no_redis"])
@@ -233,14 +262,19 @@ def test_network_policy_opens_each_port_to_those_who_call_it(name: str) -> None:
     documents = rendered(name)
     for pod in pods(documents):
         [policy] = [each["spec"] for each in of_kind(documents, "NetworkPolicy") if _guards(each, pod)]
-        rules = {port["port"]: rule.get("from") for rule in policy["ingress"] for port in rule["ports"]}
-        assert rules.keys() == {port for container in containers(pod) for port in container.ports}
+        numbers = {name: number for container in containers(pod) for name, number in container.ports.items()}
+        rules = {
+            numbers.get(port["port"], port["port"]): rule.get("from")
+            for rule in policy["ingress"]
+            for port in rule["ports"]
+        }
+        assert rules.keys() == set(numbers.values())
         callers = {
             port: {component(other) for peer in peers for other in pods(documents) if _admits(peer, other)}
             for port, peers in rules.items()
             if peers is not None
         }
-        expected = {"router": {}, "replica": {"grpc": {"router"}}, "redis": {"redis": {"router", "replica"}}}
+        expected = {"router": {}, "replica": {50051: {"router"}}, "redis": {6379: {"router", "replica"}}}
         assert callers == expected[component(pod)]
 
 
@@ -282,13 +316,32 @@ def test_inference_pool_selects_one_pools_replicas() -> None:
 
 
 def test_notes_tell_the_first_call_and_what_one_replica_means() -> None:
-    [notes] = [text for name, text in render_files({}).items() if name.endswith("NOTES.txt")]
+    notes = _notes({})
     assert 'kvern generate --server 127.0.0.1:50051 --model smollm2 "' in notes
     assert "port-forward service/kvern 50051" in notes
     assert "stops before its successor loads" in notes
 
 
 def test_notes_say_nothing_of_a_pause_where_there_is_none() -> None:
-    given = {"pools": {"a": {"replicas": 2}, "b": {"rollout": {"spareGpus": True}}}}
+    pools = {
+        "enough": {"model": {"name": "a"}, "replicas": 2},
+        "spare": {"model": {"name": "b"}, "rollout": {"spareGpus": True}},
+        "canary": {"model": {"name": "a"}},
+    }
+    assert "not served" not in _notes({"pools": pools})
+
+
+@pytest.mark.parametrize(
+    ("pool", "told"),
+    [
+        ({"autoscaling": {"kind": "keda"}}, "Pool default may have one replica"),
+        ({"replicas": 3, "rollout": {"strategy": "Recreate"}}, "Pool default is replaced all at once"),
+    ],
+)
+def test_notes_say_when_upgrades_are_noticed(pool: Document, told: str) -> None:
+    assert told in _notes({"replica": pool})
+
+
+def _notes(given: Document) -> str:
     [notes] = [text for name, text in render_files(given).items() if name.endswith("NOTES.txt")]
-    assert "successor" not in notes
+    return notes

@@ -283,6 +283,7 @@ def test_gpus_are_asked_for_by_the_engine_alone(name: str, resource: str, count:
     engine = service(documents, "engine")
     assert f"/{image}:" in engine.spec["image"]
     assert engine.settings().device == device
+    assert engine.settings().tensor_parallel_size == int(count or 1)
 
 
 def test_runtime_class_and_scheduling_are_values() -> None:

@@ -2,104 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 
-from kvern.kernels.paged_attention import AttentionMetadata, paged_attention, plan_attention, reference, write_kv
+from kvern.kernels.paged_attention import paged_attention, plan_attention, reference, write_kv
+from kvern.kernels.paged_attention.random_step import LAYER, RandomStep, make_step, run, run_reference
 
-NUM_LAYERS = 3
-LAYER = 1
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-@dataclass
-class Step:
-    """A random step over a pool whose every element outside the contexts is NaN."""
-
-    kv: Tensor
-    block_table: Tensor
-    cu_query_lens: Tensor
-    context_lens: Tensor
-    slot_mapping: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    def plan(self, *windows: int | None) -> AttentionMetadata:
-        return plan_attention(
-            self.kv, self.block_table, self.cu_query_lens, self.context_lens, self.slot_mapping, windows or (None,)
-        )
-
-
-def make_step(
-    query_lens: list[int],
-    context_lens: list[int],
-    *,
-    num_heads: int = 9,
-    num_kv_heads: int = 3,
-    head_dim: int = 64,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    layer_major: bool = False,
-) -> Step:
-    """Blocks are dealt out at random; the KV of this step's own tokens is yet to be written."""
-    generator = torch.Generator().manual_seed(len(query_lens) * 1000 + sum(context_lens))
-    needed = [-(-length // block_size) for length in context_lens]
-    num_blocks = sum(needed) + 3
-    shape = (num_blocks, NUM_LAYERS, 2, num_kv_heads, block_size, head_dim)
-    kv = torch.full(shape, float("nan"), dtype=dtype)
-    if layer_major:
-        kv = kv.transpose(0, 1).contiguous().transpose(0, 1)
-    deck = torch.randperm(num_blocks, generator=generator).tolist()
-    table = torch.full((len(query_lens), max(needed) + 2), 2**31 - 1, dtype=torch.int32)
-    slots = []
-    for row, (count, length) in enumerate(zip(query_lens, context_lens, strict=True)):
-        blocks = [deck.pop() for _ in range(needed[row])]
-        table[row, : len(blocks)] = torch.tensor(blocks)
-        places = [(blocks[position // block_size], position % block_size) for position in range(length)]
-        for block, offset in places[: length - count]:
-            kv[block, :, :, :, offset] = torch.randn(NUM_LAYERS, 2, num_kv_heads, head_dim, generator=generator).to(
-                dtype
-            )
-        slots += [block * block_size + offset for block, offset in places[length - count :]]
-
-    def random(heads: int) -> Tensor:
-        return torch.randn(len(slots), heads, head_dim, generator=generator).to(dtype)
-
-    return Step(
-        kv=kv,
-        block_table=table,
-        cu_query_lens=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
-        context_lens=torch.tensor(context_lens, dtype=torch.int32),
-        slot_mapping=torch.tensor(slots),
-        q=random(num_heads),
-        k=random(num_kv_heads),
-        v=random(num_kv_heads),
-    )
-
-
-def run(step: Step, sliding_window: int | None = None, softcap: float | None = None) -> Tensor:
-    metadata = step.plan(None, sliding_window)
-    write_kv(step.kv, LAYER, step.k, step.v, metadata)
-    return paged_attention(step.q, step.kv, LAYER, metadata, 0.125, sliding_window=sliding_window, softcap=softcap)
-
-
-def run_reference(step: Step, sliding_window: int | None = None, softcap: float | None = None) -> Tensor:
-    reference.write_kv(step.kv, LAYER, step.k, step.v, step.slot_mapping)
-    return reference.paged_attention(
-        step.q,
-        step.kv,
-        LAYER,
-        step.block_table,
-        step.cu_query_lens,
-        step.context_lens,
-        0.125,
-        sliding_window,
-        softcap,
-    )
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -129,7 +39,7 @@ def test_attention_over_poisoned_pool_equals_reference(
 MIXED = ([1, 7, 1, 130, 1, 2, 40], [40, 7, 300, 150, 3, 64, 333])
 
 
-def attend_pieces(whole: Step, pieces: list[int], company: Step | None = None) -> Tensor:
+def attend_pieces(whole: RandomStep, pieces: list[int], company: RandomStep | None = None) -> Tensor:
     """Attend a sequence's queries in pieces, each a step of its own, beside another sequence or alone."""
     outs, done = [], 0
     for count in pieces:

@@ -19,6 +19,9 @@ args:
   - {{ printf "--model=%s" (include "kvern.modelReference" (list $name $pool.model)) | quote }}
   - {{ printf "--served-model-name=%s" (include "kvern.modelName" $pool.model) | quote }}
   - --device={{ ternary "cuda" "cpu" (gt (int $gpu.count) 0) }}
+  {{- if gt (int $gpu.count) 1 }}
+  - --tensor-parallel-size={{ $gpu.count }}
+  {{- end }}
   - --advertise={{ ternary "[$(POD_IP)]" "$(POD_IP)" (hasPrefix "[" $root.Values.listenAddress) }}:50051
   - --replica-id=$(POD_NAME)
   {{- if $root.Values.sidecars.native }}

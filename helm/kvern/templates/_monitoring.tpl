@@ -5,6 +5,11 @@
 - port: {{ . }}
   path: /metrics
   interval: {{ $interval }}
+  {{- if eq . "status-sidecar" }}
+  relabelings:
+    # A Service that gives a port by number gives one to Redis too.
+    - {sourceLabels: [__meta_kubernetes_pod_label_app_kubernetes_io_component], regex: redis, action: drop}
+  {{- end }}
 {{- end }}
 {{- end }}
 

@@ -28,6 +28,8 @@ CONTEXT_BYTES = 512 << 20
 
 _DEFAULTS = EngineConfig(model_path=Path())
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FP8 = "float8_e4m3fn"
+_KV_BYTES = _ELEMENT_BYTES | {_FP8: 1}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     f"{prefix}i": 1 << (10 * power) for power, prefix in enumerate("kmgt", start=1)
 }
@@ -51,6 +53,8 @@ class Asked:
     kv_cache_memory: int | None
     tensor_parallel: int
     dtype: str
+    quantization: str | None
+    kv_cache_dtype: str
     block_size: int
     max_model_len: int | None
     context: int
@@ -93,6 +97,14 @@ class Asked:
     default="auto",
     show_default=True,
     help="Type of weights and KV. auto: the checkpoint's; a GGUF runs in bfloat16 on a GPU, in float32 on a CPU.",
+)
+@click.option("--quantization", type=click.Choice(["fp8"]), help="Layers' projections in 8 bits.")
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", "fp8"]),
+    default="auto",
+    show_default=True,
+    help="Type of KV. auto: the dtype.",
 )
 @click.option(
     "--block-size", type=click.IntRange(1, 256), default=_DEFAULTS.block_size, show_default=True, help="Tokens."
@@ -149,15 +161,17 @@ def _on_each(size: ModelSize, num_gpus: int) -> ModelSize:
             f"--tensor-parallel: {num_gpus} GPUs cannot share {size.num_heads} heads and {kv_heads} KV heads evenly"
         )
     shape = replace(size.shape, num_kv_heads=max(1, kv_heads // num_gpus))
-    return replace(size, shape=shape, num_parameters=-(-size.num_parameters // num_gpus))
+    fp8_sizes = size.fp8_sizes and (size.fp8_sizes[0] // num_gpus, -(-size.fp8_sizes[1] // num_gpus))
+    return replace(size, shape=shape, num_parameters=-(-size.num_parameters // num_gpus), fp8_sizes=fp8_sizes)
 
 
 def plan(source: ModelSource, size: ModelSize, asked: Asked) -> Capacity:
     """Return what an engine would have of a device. Raises ClickException where it does not fit."""
     dtype = _dtype(size, asked)
-    element_bytes = _ELEMENT_BYTES[dtype]
-    block_bytes = kv_block_bytes(size.shape, asked.block_size, element_bytes)
-    weight_bytes = size.num_parameters * element_bytes
+    kv_dtype = dtype if asked.kv_cache_dtype == "auto" else _FP8
+    is_fp8 = _is_fp8(size, asked)
+    block_bytes = kv_block_bytes(size.shape, asked.block_size, _KV_BYTES[kv_dtype])
+    weight_bytes = size.weight_bytes(_ELEMENT_BYTES[dtype], fp8=is_fp8)
     num_blocks = _kv_bytes(weight_bytes, asked) // block_bytes
     if num_blocks < 1:
         raise click.ClickException(f"nothing is left for KV beside {readable_bytes(weight_bytes)} of weights")
@@ -167,6 +181,8 @@ def plan(source: ModelSource, size: ModelSize, asked: Asked) -> Capacity:
         num_parameters=size.num_parameters,
         weight_bytes=weight_bytes,
         dtype=dtype,
+        quantization="fp8" if is_fp8 else None,
+        kv_dtype=kv_dtype,
         device=asked.device,
         kv_bytes=num_blocks * block_bytes,
         block_size=asked.block_size,
@@ -176,6 +192,14 @@ def plan(source: ModelSource, size: ModelSize, asked: Asked) -> Capacity:
         max_num_batched_tokens=_DEFAULTS.max_num_batched_tokens,
         enable_prefix_caching=_DEFAULTS.enable_prefix_caching,
     )
+
+
+def _is_fp8(size: ModelSize, asked: Asked) -> bool:
+    if asked.quantization is None and not size.has_fp8_weights:
+        return False
+    if size.fp8_sizes is None:
+        raise click.ClickException("--quantization: a model's experts cannot be in fp8")
+    return True
 
 
 def _dtype(size: ModelSize, asked: Asked) -> str:
@@ -219,8 +243,6 @@ def _lines(planned: Capacity, asked: Asked) -> Iterator[str]:
             f"assumed: {readable_bytes(asked.total_bytes)} of memory filled to {asked.gpu_memory_utilization:g}, "
             f"{readable_bytes(CONTEXT_BYTES)} of it taken by CUDA"
         )
-    if asked.tensor_parallel > 1:
-        yield "tensor parallelism is not built yet: this is what it would need"
 
 
 def _as_dict(planned: Capacity, context: int) -> dict[str, Any]:

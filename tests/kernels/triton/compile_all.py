@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import multiprocessing
@@ -36,8 +35,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from kvern import kernels
-from kvern.kernels.launch_case import LaunchCase
+from kvern.kernels.launch_case import LaunchCase, find_cases
 
 ARCHITECTURES = (80, 90, 100)
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
@@ -87,14 +85,9 @@ class StubDriver:
         return {"multiprocessor_count": MULTIPROCESSORS[arch], "max_shared_mem": MAX_SHARED_BYTES[arch]}
 
 
-def find_cases(only: str = "") -> list[LaunchCase]:
-    """Return the cases of all operations, those whose "operation: name" holds a text."""
-    found = []
-    for path in sorted(Path(kernels.__file__).parent.glob("*/cases.py")):
-        operation = path.parent.name
-        module = importlib.import_module(f"kvern.kernels.{operation}.cases")
-        found += [case for case in module.cases() if only in f"{operation}: {case.name}"]
-    return found
+def chosen_cases(only: str) -> list[LaunchCase]:
+    """Return the cases of all operations, those whose "operation: name, type" holds a text."""
+    return [case for name, case in find_cases().items() if only in name]
 
 
 def compile_case(case: LaunchCase, arch: int) -> list[Resources]:
@@ -164,7 +157,7 @@ def _find(pattern: str, text: str) -> str:
 def compile_job(only: str, job: tuple[int, int]) -> list[Resources]:
     """Compile one case for one architecture. job: the case's index, and the architecture."""
     index, arch = job
-    return compile_case(find_cases(only)[index], arch)
+    return compile_case(chosen_cases(only)[index], arch)
 
 
 def use_cache_within(folder: str) -> None:
@@ -176,7 +169,7 @@ def compile_all(architectures: list[int], only: str = "") -> list[Resources]:
     """Compile all cases, on all cores, into fresh caches."""
     jobs = [
         (index, arch)
-        for index, case in enumerate(find_cases(only))
+        for index, case in enumerate(chosen_cases(only))
         for arch in architectures
         if arch >= case.min_architecture
     ]
@@ -205,7 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file to write the table to")
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
-    parser.add_argument("--only", default="", help="compile cases whose 'operation: name' holds this text")
+    parser.add_argument("--only", default="", help="compile cases whose 'operation: name, type' holds this text")
     arguments = parser.parse_args()
     resources = compile_all(arguments.arch, arguments.only)
     print(f"Triton {triton.__version__}, torch {torch.__version__}")

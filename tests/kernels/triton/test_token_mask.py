@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvern.engine.logits_processors import TokenBitmask
-from kvern.kernels.token_mask import apply_token_mask, reference
+from kvern.kernels.check import Check
+from kvern.kernels.token_mask import apply_token_mask
+from kvern.kernels.token_mask.checks import checks, make_inputs
 
 
-def make_inputs(vocab_size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(5, vocab_size, generator=generator).to(dtype)
-    bits = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), generator=generator, dtype=torch.int64)
-    return logits, torch.tensor([4, 0, 2]), bits.to(torch.int32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab_size", [1, 31, 32, 123, 5003])
-def test_token_mask_equals_reference(vocab_size: int, dtype: torch.dtype) -> None:
-    logits, rows, bits = make_inputs(vocab_size, dtype)
-    expected = logits.clone()
-    reference.apply_token_mask(expected, rows, bits)
-    apply_token_mask(logits, rows, bits)
-    assert torch.equal(logits, expected)
+@pytest.mark.parametrize("check", list(checks()), ids=lambda check: check.name)
+def test_token_mask_equals_reference(check: Check) -> None:
+    check.run(torch.device("cpu"))
 
 
 def test_token_mask_equals_the_engine_on_a_cpu() -> None:

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvern.services.runtime.channel import open_channel
 from kvern.v1 import engine_pb2, engine_pb2_grpc, inference_pb2
+from tests.up_process import PATIENCE_S
 
 COMMAND = [sys.executable, "-m", "kvern.services.engine", "--log-format", "json"]
 
@@ -36,7 +37,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def wait_until_serving(address: str) -> None:
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60):
+        async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=PATIENCE_S):
             if response.status == health_pb2.HealthCheckResponse.SERVING:
                 return
 
