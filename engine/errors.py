@@ -31,6 +31,10 @@ class RankLost(EngineError):
         self.rank = rank
 
 
+class EngineStuck(EngineError):
+    """A step does not end, and nothing but a restart will help."""
+
+
 class RequestRefused(EngineError):
     """A request cannot be run here. `field` is the dotted name of the client's field at fault, or empty."""
 

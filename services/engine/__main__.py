@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from kvern.engine.core import Output
-from kvern.engine.errors import EngineError
+from kvern.engine.errors import EngineError, EngineStuck
 from kvern.engine.startup import Engine
 from kvern.services.engine.announcer import Announcer, announcing
 from kvern.services.engine.engine_thread import EngineThread
@@ -111,6 +111,8 @@ async def main(settings: EngineSettings, status: Status, stall_rule: StallRule =
         server.set_ready(True)
         async with watching(watch):
             await _first_of(thread.ended, announcement, stop)
+        if trouble := watch.find_trouble():
+            raise EngineStuck(trouble)  # a drain would keep streams here that can go on elsewhere
         for ended in (thread.ended, announcement):
             if ended.done():
                 ended.result()  # raises what the engine died of, or why it must

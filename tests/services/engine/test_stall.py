@@ -7,17 +7,19 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvern.engine.config import EngineConfig
 from kvern.engine.core import Add, EngineCore, Output, Stop
+from kvern.engine.errors import EngineStuck
 from kvern.engine.plan import Plan
 from kvern.engine.runner import ModelRunner
 from kvern.engine.startup import Engine
@@ -102,11 +104,13 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+async def serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: StallRule = RULE, drain_timeout_s: float = 0.1
+) -> AsyncIterator[Service]:
     runner, may_load = GatedRunner(), threading.Event()
     core = load_from(monkeypatch, runner, may_load)
     address = f"unix:{tmp_path}/engine.sock"
-    flags = [f"--listen={address}", "--drain-delay-s=0", "--drain-timeout-s=0.1"]
+    flags = [f"--listen={address}", "--drain-delay-s=0", f"--drain-timeout-s={drain_timeout_s}"]
     settings = EngineSettings.load(flags, prog="engine", environ={})
     status, status_address = Status("engine"), f"127.0.0.1:{free_port()}"
     async with (
@@ -114,17 +118,20 @@ async def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
         open_channel(address) as channel,
         httpx.AsyncClient(base_url=f"http://{status_address}") as http,
     ):
-        task = asyncio.create_task(main(settings, status, RULE))
+        task = asyncio.create_task(main(settings, status, rule))
         health = health_pb2_grpc.HealthStub(channel)
         yield Service(runner, may_load, task, http, address, health)
-        os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(PATIENCE_S):
-            await task
-        runner.gate.set()
-        core.send(Stop())
-        for thread in threading.enumerate():
-            if thread.name == "engine":
-                await asyncio.to_thread(thread.join, PATIENCE_S)
+        try:
+            if not task.done():
+                os.kill(os.getpid(), signal.SIGTERM)
+            async with asyncio.timeout(PATIENCE_S):
+                await task
+        finally:
+            runner.gate.set()
+            core.send(Stop())
+            for thread in threading.enumerate():
+                if thread.name == "engine":
+                    await asyncio.to_thread(thread.join, PATIENCE_S)
 
 
 async def test_engine_is_unready_while_a_step_is_stuck_and_dead_when_it_stays_so(
@@ -164,13 +171,33 @@ async def test_engine_is_unready_while_a_step_is_stuck_and_dead_when_it_stays_so
 
 
 async def test_drain_of_an_engine_that_is_stuck_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tmp_path, monkeypatch) as service:
+    async with serving(tmp_path, monkeypatch, replace(RULE, dead_factor=1000)) as service:
         service.may_load.set()
         await service.health_becomes(SERVING)
         async with connect(service.address) as (connection, _):
             service.runner.gate.clear()
             await connection.add(1, [5], 3)
             await service.health_becomes(NOT_SERVING)
+
+
+async def test_stop_of_an_engine_that_only_a_restart_helps_lets_go_of_its_streams_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wedge_and_stop() -> None:
+        async with serving(tmp_path, monkeypatch, drain_timeout_s=10 * PATIENCE_S) as service:
+            service.may_load.set()
+            await service.health_becomes(SERVING)
+            async with connect(service.address) as (connection, _):
+                service.runner.gate.clear()
+                await connection.add(1, [5], 3)
+                await service.get_until("/healthz", 503)
+                os.kill(os.getpid(), signal.SIGTERM)
+                with suppress(grpc.aio.AioRpcError):
+                    while await connection.read():
+                        pass
+
+    with pytest.raises(EngineStuck, match="has not ended"):
+        await wedge_and_stop()
 
 
 async def until(condition: Callable[[], bool]) -> None:
