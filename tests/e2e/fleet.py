@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvern.client import AsyncClient, RetryPolicy
+from kvern.client import AsyncClient, RetryPolicy, Unreachable
 from tests.up_process import PATIENCE_S
 
 NUM_REPLICAS = 3
@@ -14,10 +14,16 @@ NO_HELP = RetryPolicy(max_retries=0, max_resumptions=0)
 
 
 async def wait_ready(client: AsyncClient, num_replicas: int = NUM_REPLICAS) -> None:
-    """Wait until the router sees all replicas ready, whatever they were a moment ago."""
+    """Wait until the router, which may still be starting, sees all replicas ready, whatever they were a moment ago."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
-            models = (await client.list_models()).models
-            if sum(model.ready_replicas for model in models) == num_replicas:
+            if await _num_ready(client) == num_replicas:
                 return
             await asyncio.sleep(0.05)
+
+
+async def _num_ready(client: AsyncClient) -> int:
+    try:
+        return sum(model.ready_replicas for model in (await client.list_models()).models)
+    except Unreachable:
+        return 0

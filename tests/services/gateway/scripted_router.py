@@ -22,6 +22,7 @@ from kvern.v1.inference_pb2 import (
     Started,
     Usage,
 )
+from tests.for_ever import for_ever
 
 Behaviour = Callable[[GenerateRequest], AsyncIterator[GenerateResponse]]
 
@@ -51,7 +52,7 @@ def stalls_after(*responses: GenerateResponse) -> Behaviour:
     async def behaviour(request: GenerateRequest) -> AsyncIterator[GenerateResponse]:
         for response in responses:
             yield response
-        await asyncio.Event().wait()
+        await for_ever()
 
     return behaviour
 

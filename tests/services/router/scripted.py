@@ -18,6 +18,7 @@ from kvern.services.runtime.interceptors import ErrorInterceptor
 from kvern.v1 import inference_pb2 as inference
 from kvern.v1 import replica_pb2 as replica
 from kvern.v1 import replica_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from tests.for_ever import for_ever
 
 MODEL = "tiny"
 CONTEXT = 128
@@ -76,11 +77,11 @@ async def fail(request: inference.GenerateRequest) -> AsyncIterator[replica.Serv
 
 async def stall_after_start(request: inference.GenerateRequest) -> AsyncIterator[replica.ServeResponse]:
     yield started(request)
-    await asyncio.Event().wait()
+    await for_ever()
 
 
 async def stall(request: inference.GenerateRequest) -> AsyncIterator[replica.ServeResponse]:
-    await asyncio.Event().wait()
+    await for_ever()
     yield started(request)
 
 
@@ -159,7 +160,7 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.EncodePromptRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> tokenizer_pb2.EncodePromptResponse:
         if self.hangs:
-            await asyncio.Event().wait()
+            await for_ever()
         if self.failures:
             self.failures -= 1
             raise Unavailable("restarting")

@@ -18,6 +18,7 @@ from kvern.services.runtime.errors import Internal, InvalidArgument, ResourceExh
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
 from kvern.v1 import inference_pb2, replica_pb2
+from tests.for_ever import for_ever
 from tests.services.detokenizer.driver import Driver, Output, ended
 
 from . import scripted
@@ -252,7 +253,7 @@ async def test_streams_of_a_replica_that_died_are_spread_over_the_others(setup: 
 
     async def go_on(request: inference_pb2.GenerateRequest) -> Frames:
         yield scripted.started(request)
-        await asyncio.Event().wait()
+        await for_ever()
 
     await setup.use(first)
     first.behaviour = die

@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from kvern.services.router.breaker import MAX_FAILURES
 from kvern.services.router.choice import DECODE_WEIGHT, QUEUE_WEIGHT
 from kvern.v1 import inference_pb2, replica_pb2
+from tests.for_ever import for_ever
 
 from . import scripted
 from .scripted import CONTEXT, MODEL
@@ -369,7 +370,7 @@ async def test_route_counts_what_replicas_report_but_own_requests_once(setup: Se
 
     async def behaviour(request: inference_pb2.GenerateRequest) -> AsyncIterator[replica_pb2.ServeResponse]:
         arrived.set()
-        await asyncio.Event().wait()
+        await for_ever()
         yield scripted.started(request)
 
     setup.behave(behaviour)
