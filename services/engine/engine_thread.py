@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import structlog
@@ -92,7 +93,7 @@ class EngineThread:
         except Exception as error:
             self._fail(error)
         else:
-            self._in_loop(self.ended.set_result, None)
+            self._in_loop(self._set_ended, None)
         finally:
             engine.close()
 
@@ -105,12 +106,18 @@ class EngineThread:
         if not future.done():
             future.set_exception(error)
 
+    def _set_ended(self, _: None) -> None:
+        if not self.ended.done():  # it may have failed before: another rank was lost while this one had nothing to do
+            self.ended.set_result(None)
+
     def _emit(self, output: Output) -> None:
         self._may_emit.wait()
         self._in_loop(self._on_output, output)
 
     def _in_loop(self, function: Callable[[_T], object], argument: _T) -> None:
-        self._loop.call_soon_threadsafe(function, argument)
+        # A thread that was given up, stuck in a step, may end after its loop.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, argument)
 
 
 class _ProgressLog:
