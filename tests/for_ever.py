@@ -10,7 +10,6 @@ _LONGER_THAN_ANY_TEST_S = 3600
 async def for_ever() -> None:
     """Wait until cancelled.
 
-    On a timer, since the loop holds who waits for one: a task that waits for what nothing else refers to may be taken
-    for garbage, which ends a gRPC server's call in the middle.
+    On a timer, since the loop holds who waits for one, and other tasks only by weak references.
     """
     await asyncio.sleep(_LONGER_THAN_ANY_TEST_S)

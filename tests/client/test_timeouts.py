@@ -28,7 +28,7 @@ def test_server_knows_the_time_limit(run: Run, serve: Serve) -> None:
     server = serve(responds(started(), finished()))
     run(server, timeout_s=60.0)
     assert server.time_remaining_s is not None
-    assert 50 < server.time_remaining_s <= 60
+    assert 50 < server.time_remaining_s < 61  # gRPC rounds deadlines to tenths of a second
 
 
 def test_time_runs_over_all_calls_of_a_generation(run: Run, serve: Serve) -> None:

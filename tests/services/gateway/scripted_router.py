@@ -73,6 +73,11 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.health = health.aio.HealthServicer()
         self.behaviour = responds(STARTED, delta("Hi"), finished())
         self.received: list[GenerateRequest] = []
+        self.expect_call()
+
+    def expect_call(self) -> None:
+        """Forget earlier calls, also those that have not quite ended."""
+        self.received.clear()
         self.begun = asyncio.Event()
         self.ended = asyncio.Event()
 
@@ -82,11 +87,12 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         check_generate(request)
         self.received.append(request)
         self.begun.set()
+        ended = self.ended
         try:
             async for response in self.behaviour(request):
                 yield response
         finally:
-            self.ended.set()
+            ended.set()
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]

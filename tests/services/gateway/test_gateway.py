@@ -82,9 +82,7 @@ async def started(tmp_path_factory: pytest.TempPathFactory, listen: str) -> Asyn
 @pytest.fixture
 def setup(started: Setup) -> Setup:
     started.router.behaviour = responds(STARTED, delta("Hi"), finished())
-    started.router.received.clear()
-    started.router.begun.clear()
-    started.router.ended.clear()
+    started.router.expect_call()
     return started
 
 

@@ -110,14 +110,14 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
     num_sent: int = 0
     """Messages of all Serve calls."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a Serve call has ended, in whatever way."""
+    """Set when a Serve call that began since the last reset has ended, in whatever way."""
 
     def reset(self) -> None:
         self.behaviour, self.state, self.load = answer, replica.REPLICA_STATE_READY, replica.ReplicaLoad()
         self.answers_polls = True
         self.received.clear()
         self.num_sent = 0
-        self.ended.clear()
+        self.ended = asyncio.Event()
 
     async def Serve(
         self, request: replica.ServeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -125,12 +125,13 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
         self.received.append(request.request)
         self.last = request
         self.time_remaining = context.time_remaining()
+        ended = self.ended
         try:
             async for response in self.behaviour(request.request):
                 self.num_sent += 1
                 yield response
         finally:
-            self.ended.set()
+            ended.set()
 
     async def GetReplicaInfo(
         self, request: replica.GetReplicaInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
