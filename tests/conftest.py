@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvern.client import Client
+from tests.engine.reference_tokens import read_reference_tokens
 from tests.up_process import MAX_MODEL_LEN, NUM_BLOCKS, UpProcess
 
 # As the engine service does, and for its reason; before anything imports torch.
@@ -34,13 +34,9 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference_tokens(smollm2_path: Path) -> dict[tuple[int, ...], list[int]]:
+def reference_tokens() -> dict[tuple[int, ...], list[int]]:
     """64 greedy tokens of transformers for each prompt's token ids, in float32, end tokens ignored."""
-    from tests.engine.reference import generate_reference
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return generate_reference(smollm2_path)
+    return read_reference_tokens()
 
 
 @pytest.fixture(scope="session")
