@@ -12,12 +12,12 @@ override export PROMPT := $(value PROMPT)
 
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help run test lint type protos bench gpu-check clean set-up-run set-up-dev
+.PHONY: help run test lint type protos bench bench-peer gpu-check oldest-triton clean set-up-run set-up-dev
 
 help: ## List the targets
 	@echo "usage: make TARGET [VARIABLE=value ...]"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 run: set-up-run ## Answer PROMPT with MODEL, then serve until Ctrl-C (ONCE=1: then end; ARGS: flags of kvern run)
 	@$(BIN)/kvern run $(if $(ONCE),,--serve) $(ARGS) -- "$(MODEL)" "$$PROMPT"
@@ -41,11 +41,17 @@ protos: set-up-dev ## Generate src/kvern/v1 from protos/
 bench: set-up-dev ## Measure tokens/s and latencies of MODEL through the front door (ARGS: see bench/generate.py --help)
 	@$(BIN)/python bench/generate.py "$(MODEL)" $(ARGS)
 
+bench-peer: set-up-dev ## Measure Kvern beside vLLM and llama.cpp, which go into .venv-peer, 3 GB (ARGS: see bench/peer.py --help)
+	@$(BIN)/python bench/peer.py $(ARGS)
+
 gpu-check: ## Check and measure this machine's GPU; needs torch and triton only (TUNE=1: rewrite tilings; ARGS: see bench/gpu_check.py --help)
 	@$(PYTHON) bench/gpu_check.py $(if $(TUNE),--tune) $(ARGS)
 
-clean: ## Remove .venv, caches and build output
-	rm -rf .venv build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+oldest-triton: set-up-dev ## Put the oldest Triton that kernels must compile with, 0.6 GB, where a test finds it
+	@$(BIN)/python tools/oldest_triton.py
+
+clean: ## Remove .venv, .venv-peer, caches and build output
+	rm -rf .venv .venv-peer build dist src/*.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 set-up-run:

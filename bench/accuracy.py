@@ -1,4 +1,4 @@
-"""What fp8 costs in accuracy: a model's perplexity on a text, with weights and KV in fp8 and without.
+"""What fewer bits cost in accuracy: a model's perplexity on a text, with weights and KV rounded and without.
 
     python bench/accuracy.py [MODEL] [--text FILE] [--dtype bfloat16] [--json]
 
@@ -37,11 +37,17 @@ TEXT = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "as loaded": {},
-    "weights": {"quantization": "fp8"},
-    "KV": {"kv_cache_dtype": "fp8"},
-    "weights and KV": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "weights to fp8": {"quantization": "fp8"},
+    "KV to fp8": {"kv_cache_dtype": "fp8"},
+    "weights and KV to fp8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
-"""What is in fp8."""
+"""What is rounded."""
+
+CPU_VARIANTS: dict[str, dict[str, Any]] = {
+    "weights to int8": {"quantization": "int8"},
+    "weights to int4": {"quantization": "int4"},
+}
+"""What is rounded where there is no GPU."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +62,9 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one variant, beside the same model without fp8."""
+    """Of one variant, beside the same model as it is loaded."""
 
-    in_fp8: str
+    rounded: str
     dtype: str
     num_tokens: int
     perplexity: float
@@ -108,14 +114,15 @@ def predict_all(model: LoadedModel, token_ids: list[int], window: int) -> Predic
 
 
 def measure(path: Path, token_ids: list[int], window: int, dtype: str) -> Iterator[Accuracy]:
-    """Yield each variant's accuracy, the first without fp8."""
+    """Yield each variant's accuracy, the first of the model as it is loaded."""
     first: Predictions | None = None
-    for name, options in VARIANTS.items():
+    variants = VARIANTS if torch.cuda.is_available() else VARIANTS | CPU_VARIANTS
+    for name, options in variants.items():
         model = load_model(EngineConfig(model_path=path, dtype=dtype, **options))
         predictions = predict_all(model, token_ids, window)
         first = first or predictions
         yield Accuracy(
-            in_fp8=name,
+            rounded=name,
             dtype=str(model.dtype).removeprefix("torch."),
             num_tokens=len(predictions.logprobs),
             perplexity=math.exp(-float(predictions.logprobs.mean())),
@@ -126,12 +133,12 @@ def measure(path: Path, token_ids: list[int], window: int, dtype: str) -> Iterat
 
 def table_of(results: list[Accuracy], title: str) -> Table:
     table = Table(title=title, box=box.MARKDOWN)
-    table.add_column("in fp8")
+    table.add_column("rounded")
     for column in ("activations", "tokens", "perplexity", "change", "same greedy token"):
         table.add_column(column, justify="right")
     for each in results:
         table.add_row(
-            each.in_fp8,
+            each.rounded,
             each.dtype,
             f"{each.num_tokens:,}",
             f"{each.perplexity:.3f}",
@@ -149,7 +156,7 @@ def table_of(results: list[Accuracy], title: str) -> Table:
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), multiple=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line.")
 def main(model: str, text: Path, tokens: int, window: int, dtype: tuple[str, ...], as_json: bool) -> None:
-    """Measure what fp8 costs MODEL in accuracy."""
+    """Measure what fewer bits cost MODEL in accuracy."""
     source = find_model(model)
     token_ids = load_tokenizer(source).encode(text.read_text(), add_special_tokens=True)[:tokens]
     if len(token_ids) < window:

@@ -18,7 +18,7 @@ from fleet_workload import Arrival
 
 from kvern.engine.block_pool import BlockPool, CacheEvent
 from kvern.engine.block_tables import BlockTables
-from kvern.engine.plan import FirstScheduled, Plan, SampledToken, StepResult
+from kvern.engine.plan import FirstScheduled, Plan, SampledTokens, StepResult
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler, SchedulerConfig
 from kvern.services.router.choice import Policy
@@ -27,7 +27,6 @@ CONTRACT = "fleet"
 
 _FIRST_OUTPUT_TOKEN = 2**31
 """Answer n is this token plus n, again and again: no later prompt holds it."""
-_NOTHING = SampledToken(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +106,8 @@ class SimulatedReplica:
     def end_step(self) -> StepResult:
         assert self._plan is not None
         plan, self._plan = self._plan, None
-        sampled = [SampledToken(_output_token(e.request.request_id)) if e.samples else _NOTHING for e in plan.entries]
-        return self._scheduler.commit(plan, sampled)
+        token_ids = [_output_token(entry.request.request_id) if entry.samples else None for entry in plan.entries]
+        return self._scheduler.commit(plan, SampledTokens(token_ids))
 
     def take_events(self) -> list[CacheEvent]:
         return self._pool.take_events()

@@ -79,9 +79,10 @@ def random_model(shape: ModelConfig, dtype: torch.dtype, device: torch.device, s
         device=device,
         eos_token_ids=frozenset(),
         fingerprint="00",
-        has_fp8_weights=False,
+        quantization=None,
         kv_dtype=dtype,
         kv_scales=None,
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
     )
 
 

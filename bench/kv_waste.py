@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvern.engine.block_pool import BlockPool
-from kvern.engine.plan import Plan, SampledToken
+from kvern.engine.plan import Plan, SampledTokens
 from kvern.engine.request import CacheParams, Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler, SchedulerConfig
 
@@ -81,7 +81,7 @@ class Lengths:
         )
 
     def _step(self, plan: Plan) -> None:
-        self._scheduler.commit(plan, [SampledToken(0 if entry.samples else None) for entry in plan.entries])
+        self._scheduler.commit(plan, SampledTokens([0 if entry.samples else None for entry in plan.entries]))
 
 
 def _request(number: int, input_length: int, output_length: int) -> Request:

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from kvern.engine.device_copy import to_device
+from kvern.engine.device_copy import PinnedRing
 from kvern.engine.plan import Plan, PlanEntry
 from kvern.engine.request import Request
 from kvern.engine.sampling_state import SampledRows, SamplingInputs, SamplingState
@@ -94,10 +94,10 @@ class PersistentBatch:
         block_size: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        device: torch.device,
+        ring: PinnedRing,
     ) -> None:
         self._block_size = block_size
-        self._device = device
+        self._ring = ring
         self._slots: dict[int, int] = {}
         self._free_slots = list(range(max_num_seqs))
         max_blocks = -(-max_model_len // block_size)
@@ -107,7 +107,7 @@ class PersistentBatch:
         self._block_table = self._zeros(max_num_seqs + 1, max_blocks, dtype=torch.int32)
         self._block_changes: list[tuple[int, int, int]] = []
         """Slot, index and id of blocks that the device does not know so far."""
-        self.sampling = SamplingState(self.token_ids, vocab_size, eos_token_ids)
+        self.sampling = SamplingState(self.token_ids, vocab_size, eos_token_ids, ring)
 
     @property
     def table_shape(self) -> tuple[int, int]:
@@ -139,7 +139,7 @@ class PersistentBatch:
         slot, count, end, num_resident = entries
         query_ends = count.cumsum(0)
         entry = torch.repeat_interleave(count, output_size=num_tokens)
-        positions = torch.arange(num_tokens, device=self._device) + (end - query_ends)[entry]
+        positions = torch.arange(num_tokens, device=self._ring.device) + (end - query_ends)[entry]
         positions = positions.clamp_(min=0)  # of padding, whose context ends at 0
         token_slots = slot[entry]
         blocks = self._block_table[token_slots, positions // self._block_size].long()
@@ -179,7 +179,7 @@ class PersistentBatch:
         if not self._free_slots:
             raise RuntimeError(f"request {request.request_id}: more requests run than there are slots")
         slot = self._slots[request.request_id] = self._free_slots.pop()
-        self.token_ids[slot, : request.num_tokens] = to_device(request.token_ids, self._device, torch.int32)
+        self._ring.copy(torch.tensor(request.token_ids, dtype=torch.int32), self.token_ids[slot])
         self.sampling.add(slot, request)
         request.first_changed_block = 0
         self._note_blocks(slot, request)
@@ -195,7 +195,7 @@ class PersistentBatch:
     def _copy_blocks(self) -> None:
         """Copy what was noted, in one piece."""
         if self._block_changes:
-            slots, indices, block_ids = to_device(self._block_changes, self._device).unbind(1)
+            slots, indices, block_ids = self._ring.to_device(self._block_changes).unbind(1)
             self._block_table[slots, indices] = block_ids.to(torch.int32)
             self._block_changes.clear()
 
@@ -216,7 +216,7 @@ class PersistentBatch:
         return prompts
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+        return torch.zeros(shape, dtype=dtype, device=self._ring.device)
 
 
 def _find_sampled(entries: Sequence[PlanEntry], slots: Sequence[int]) -> SampledRows:

@@ -15,6 +15,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 DIGEST_VERSION = 1
 DIGEST_BYTES = 16
@@ -46,8 +47,7 @@ def extend_digests(
         ids.byteswap()
     data = ids.tobytes()
     block_bytes = block_size * ids.itemsize
-    # The key is hashed in once: a keyed BLAKE2b starts with a whole block of it.
-    start = hashlib.blake2b(_BLOCK_TAG + struct.pack("<Q", block_bytes), digest_size=DIGEST_BYTES, key=key)
+    start = _block_state(block_bytes, key)
     digests = []
     for offset in range(0, len(data) - block_bytes + 1, block_bytes):
         state = start.copy()
@@ -55,3 +55,9 @@ def extend_digests(
         parent = state.digest()
         digests.append(parent)
     return digests
+
+
+@lru_cache(maxsize=8)
+def _block_state(block_bytes: int, key: bytes) -> hashlib.blake2b:
+    """Return a hash to copy for each block: a keyed BLAKE2b starts with a whole block of the key."""
+    return hashlib.blake2b(_BLOCK_TAG + struct.pack("<Q", block_bytes), digest_size=DIGEST_BYTES, key=key)

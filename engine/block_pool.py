@@ -30,8 +30,7 @@ class Block:
         self.ref_count = 0
         self.digest: bytes | None = None
         self.parent: bytes | None = None
-        self.prev: Block | None = None
-        self.next: Block | None = None
+        self.prev = self.next = self
 
 
 class FreeList:
@@ -40,15 +39,11 @@ class FreeList:
 
     def __init__(self) -> None:
         self._head = Block(-1)
-        self._head.prev = self._head.next = self._head
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
+        self.length = 0
 
     def __iter__(self) -> Iterator[Block]:
         node = self._head.next
-        while node is not None and node is not self._head:
+        while node is not self._head:
             yield node
             node = node.next
 
@@ -57,31 +52,29 @@ class FreeList:
         self._insert(block, self._head)
 
     def push_last(self, block: Block) -> None:
-        assert self._head.prev is not None
         self._insert(block, self._head.prev)
 
     def pop_first(self) -> Block:
         block = self._head.next
-        if block is None or block is self._head:
+        if block is self._head:
             raise RuntimeError("no free block left: the caller must check num_free first")
-        self.remove(block)
+        self._head.next, block.next.prev = block.next, self._head
+        block.prev = block.next = block
+        self.length -= 1
         return block
 
     def remove(self, block: Block) -> None:
-        assert block.prev is not None
-        assert block.next is not None
         block.prev.next = block.next
         block.next.prev = block.prev
-        block.prev = block.next = None
-        self._length -= 1
+        block.prev = block.next = block
+        self.length -= 1
 
     def _insert(self, block: Block, after: Block) -> None:
-        assert after.next is not None
         block.prev = after
         block.next = after.next
         after.next.prev = block
         after.next = block
-        self._length += 1
+        self.length += 1
 
 
 class CacheEvent(NamedTuple):
@@ -111,7 +104,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks nobody refers to, cached ones included."""
-        return len(self._free)
+        return self._free.length
 
     @property
     def num_used(self) -> int:
@@ -143,22 +136,22 @@ class BlockPool:
         """Take `count` blocks for writing, and forget what they cached. Raises RuntimeError when there are fewer."""
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} free")
-        return [self._take().block_id for _ in range(count)]
+        return [self._take() for _ in range(count)]
 
-    def _take(self) -> Block:
+    def _take(self) -> int:
         block = self._free.pop_first()
         if block.digest is not None:
             self._forget(block)
         block.ref_count = 1
-        return block
+        return block.block_id
 
     def _forget(self, block: Block) -> None:
         assert block.digest is not None
         del self._resident[block.digest]
-        self._record(block.digest, is_added=False)
+        self._record(block.digest, False)
         block.digest = block.parent = None
 
-    def _record(self, digest: bytes, *, is_added: bool) -> None:
+    def _record(self, digest: bytes, is_added: bool) -> None:
         if self._record_events:
             self._events.append(CacheEvent(digest, is_added))
 
@@ -197,16 +190,17 @@ class BlockPool:
             block = self._blocks[block_id]
             block.digest, block.parent = digest, parent
             self._resident[digest] = block
-            self._record(digest, is_added=True)
+            self._record(digest, True)
             return block_id
         if resident.block_id != block_id:
             self.share([resident.block_id])
             self.release([block_id])
         return resident.block_id
 
-    def is_shared(self, block_id: int) -> bool:
-        """Whether more than one table holds a block, so that a writer must copy it first."""
-        return self._blocks[block_id].ref_count > 1
+    def is_exclusive(self, block_id: int) -> bool:
+        """Whether one table holds a block and nobody can find it. Others must be copied before they are written to."""
+        block = self._blocks[block_id]
+        return block.ref_count == 1 and block.digest is None
 
     def is_resident(self, digest: bytes) -> bool:
         return digest in self._resident
@@ -257,7 +251,7 @@ class BlockPool:
             for block_id in table:
                 references[block_id] += 1
         free = {block.block_id for block in self._free}
-        assert len(free) == len(self._free), "the free list's length is off"
+        assert len(free) == self._free.length, "the free list's length is off"
         for block in self._blocks:
             name = f"block {block.block_id}"
             assert block.ref_count == references[block.block_id], f"{name}: ref_count is not the number of holders"

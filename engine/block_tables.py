@@ -5,7 +5,7 @@ The scheduler decides who runs; this decides what memory that takes. Requests' t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvern.engine.block_hash import extend_digests, root_digest
 from kvern.engine.block_pool import BlockPool
@@ -28,6 +28,7 @@ class BlockTables:
 
         Sets where its computation starts. Returns False, with nothing changed, where there are too few.
         """
+        request.num_writable_tokens = 0
         if request.block_ids:  # it was parked, and nobody needed its blocks
             return self._reserve(request, spare_blocks)
         shared, num_resident = self._find_shared(request)
@@ -53,23 +54,23 @@ class BlockTables:
             request.awaited_digest = next(missing, None)
         return None if request.awaited_digest is None else self.in_progress.leader(request.awaited_digest)
 
-    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, int]]:
-        """Extend a table by `num_missing_blocks`, which are free. Returns (source, destination) of a block to copy."""
-        copies = []
-        if self._must_copy(request):
-            index = request.num_scheduled_tokens // self._block_size
-            source, (copy,) = request.block_ids[index], self.pool.allocate(1)
-            self.pool.release([source])
-            self._replace(request, index, copy)
-            copies.append((source, copy))
-        num_new = self.num_blocks(num_tokens) - len(request.block_ids)
-        if num_new > 0:
-            request.block_ids += self.pool.allocate(num_new)
-        return copies
+    def grow(self, request: Request, num_tokens: int, copies: list[tuple[int, int]]) -> bool:
+        """Let a table hold `num_tokens` tokens, to be written next. Returns False, with nothing changed, where too few
+        blocks are free.
 
-    def num_missing_blocks(self, request: Request, num_tokens: int) -> int:
-        """Return how many blocks `grow` would take."""
-        return self.num_blocks(num_tokens) - len(request.block_ids) + self._must_copy(request)
+        copies: gets (source, destination) of a block to copy first.
+        """
+        num_new = max(0, self.num_blocks(num_tokens) - len(request.block_ids))
+        has_begun_block = request.num_scheduled_tokens % self._block_size > 0
+        must_copy = has_begun_block and self._must_copy(request)
+        if num_new + must_copy > self.pool.num_free:
+            return False
+        if must_copy:
+            copies.append(self._copy_tail(request))
+        request.block_ids += self.pool.allocate(num_new)
+        if request.num_scheduled_tokens >= request.num_resident_tokens:
+            request.num_writable_tokens = len(request.block_ids) * self._block_size
+        return True
 
     def register_computed(self, request: Request) -> None:
         """Make full computed blocks findable, in order, for as long as the chain from the first one holds."""
@@ -77,9 +78,16 @@ class BlockTables:
         if num_full <= request.num_chained_blocks or not self._writes_cache(request):
             return
         self._extend_digests(request, num_full)
-        while request.num_chained_blocks < num_full:
-            self._register(request, request.num_chained_blocks)
-            request.num_chained_blocks += 1
+        digests, block_ids = request.block_digests, request.block_ids
+        for index in range(request.num_chained_blocks, num_full):
+            digest, block_id = digests[index], block_ids[index]
+            resident_id = self.pool.register(block_id, digest, digests[index - 1] if index else None)
+            if resident_id == block_id:
+                request.registered_digests.append(digest)
+            else:
+                self._replace(request, index, resident_id)
+            self.in_progress.done(digest)
+        request.num_chained_blocks = num_full
 
     def release(self, request: Request) -> None:
         """Take all blocks of a request. A step in flight that was planned on them advances nothing."""
@@ -88,7 +96,7 @@ class BlockTables:
         request.block_ids = []
         request.table_generation += 1
         request.num_computed_tokens = request.num_scheduled_tokens = request.num_resident_tokens = 0
-        request.num_chained_blocks = request.first_changed_block = 0
+        request.num_chained_blocks = request.first_changed_block = request.num_writable_tokens = 0
         request.may_register = True
 
     def reset_cache(self, holders: Sequence[Request]) -> None:
@@ -108,6 +116,13 @@ class BlockTables:
     def stop_leading(self, request: Request) -> None:
         """Let nobody wait for a request that may not go on soon."""
         self.in_progress.stop_leading(request)
+
+    def check_integrity(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError if a request would write into a block that is not its own."""
+        for request in requests:
+            tail = request.block_ids[request.num_scheduled_tokens // self._block_size :]
+            is_safe = request.num_writable_tokens == 0 or all(map(self.pool.is_exclusive, tail))
+            assert is_safe, f"request {request.request_id} would write into a block that is not its own"
 
     def num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -136,7 +151,7 @@ class BlockTables:
         """Return blocks a request can begin with, and how many tokens they hold for it."""
         parent = request.fork_of
         if parent is not None and self._can_fork(request, parent):
-            request.may_share_tail = parent.may_share_tail = True
+            parent.num_writable_tokens = 0
             return parent.block_ids[: self.num_blocks(request.num_tokens)], request.num_tokens
         hits = self._find_hits(request)
         return hits, len(hits) * self._block_size
@@ -161,24 +176,19 @@ class BlockTables:
         pairs = zip(resident, request.block_ids, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), len(resident))
 
-    def _must_copy(self, request: Request) -> bool:
-        """Whether the next token would be written into a block that others hold too: a fork's partial block."""
-        if not request.may_share_tail:
-            return False
-        position = request.num_scheduled_tokens
-        index = position // self._block_size
-        is_written = position >= request.num_resident_tokens and index < len(request.block_ids)
-        return is_written and self.pool.is_shared(request.block_ids[index])
+    def _copy_tail(self, request: Request) -> tuple[int, int]:
+        index = request.num_scheduled_tokens // self._block_size
+        source, (copy,) = request.block_ids[index], self.pool.allocate(1)
+        self.pool.release([source])
+        self._replace(request, index, copy)
+        return source, copy
 
-    def _register(self, request: Request, index: int) -> None:
-        digest = request.block_digests[index]
-        parent = request.block_digests[index - 1] if index else None
-        resident_id = self.pool.register(request.block_ids[index], digest, parent)
-        if resident_id == request.block_ids[index]:
-            request.registered_digests.append(digest)
-        else:
-            self._replace(request, index, resident_id)
-        self.in_progress.done(digest)
+    def _must_copy(self, request: Request) -> bool:
+        """Whether the next token would be written into a block that is not the request's own: a fork's partial one."""
+        position = request.num_scheduled_tokens
+        if position < request.num_resident_tokens:
+            return False
+        return not self.pool.is_exclusive(request.block_ids[position // self._block_size])
 
     def _replace(self, request: Request, index: int, block_id: int) -> None:
         request.block_ids[index] = block_id
@@ -198,7 +208,6 @@ class BlockTables:
     def _extend_digests(self, request: Request, num_blocks: int) -> None:
         known = len(request.block_digests)
         if known < num_blocks:
-            root = root_digest(self._contract, request.cache.salt)
-            parent = request.block_digests[-1] if known else root
+            parent = request.block_digests[-1] if known else root_digest(self._contract, request.cache.salt)
             ids = request.token_ids[known * self._block_size : num_blocks * self._block_size]
             request.block_digests += extend_digests(parent, ids, self._block_size)

@@ -26,7 +26,8 @@ class EngineConfig:
     """Devices that share the model, on this machine. On a CPU: processes."""
 
     quantization: str | None = None
-    """fp8: layers' projections in float8_e4m3fn. None: as the checkpoint has them."""
+    """fp8: layers' projections in float8_e4m3fn. int8, int4: in integers, on a CPU. None: as the checkpoint has
+    them."""
 
     kv_cache_dtype: str = "auto"
     """auto or fp8. auto: the type of the activations."""

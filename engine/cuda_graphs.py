@@ -63,20 +63,18 @@ class StepGraphs:
         forward: Forward,
         draw: Draw,
         vocab_size: int,
-        device: torch.device,
-        num_buffers: int,
+        ring: PinnedRing,
     ) -> None:
         """buckets: largest first."""
         self.buckets = buckets
         self.capture_s = 0.0
-        self._compute, self._sample = forward, draw
+        self._compute, self._sample, self._ring = forward, draw, ring
         num_entries = max(bucket.num_entries for bucket in buckets)
         num_rows = max(bucket.num_rows for bucket in buckets)
         num_numbers = _ENTRY_NUMBERS * num_entries + NUM_COLUMNS * num_rows
-        self._numbers = torch.zeros(num_numbers, dtype=torch.int64, device=device)
-        self._feed = PinnedRing(self._numbers, num_buffers)
-        self._logits = torch.zeros((num_rows, vocab_size), dtype=torch.float32, device=device)
-        self._drawn = torch.zeros((3, num_rows), dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(num_numbers, dtype=torch.int64, device=ring.device)
+        self._logits = torch.zeros((num_rows, vocab_size), dtype=torch.float32, device=ring.device)
+        self._drawn = torch.zeros((3, num_rows), dtype=torch.int64, device=ring.device)
         self._forwards: dict[Bucket, Program] = {}
         self._samplers: dict[Bucket, Program] = {}
 
@@ -85,7 +83,7 @@ class StepGraphs:
         started_s = time.perf_counter()
         for done, bucket in enumerate(self.buckets):
             progress(done / len(self.buckets), f"capturing steps of {bucket.num_tokens} tokens")
-            self._feed.copy(_numbers_of_no_step(bucket))
+            self._write(_numbers_of_no_step(bucket))
             self._forwards[bucket] = capture(partial(self._forward, bucket))
             self._samplers[bucket] = capture(partial(self._draw, bucket))
         progress(1.0, "captured")
@@ -98,7 +96,7 @@ class StepGraphs:
     def forward(self, bucket: Bucket, inputs: StepInputs, columns: list[list[int]]) -> Tensor:
         """Launch a step up to its logits: [num_sampled, vocab_size], which the next step overwrites."""
         entries = fill_entries(bucket, inputs.entries, PADDING_SLOT)
-        self._feed.copy(entries + fill_rows(bucket, columns, PADDING_ROW))
+        self._write(entries + fill_rows(bucket, columns, PADDING_ROW))
         self._forwards[bucket]()
         return self._logits[: len(inputs.sampled)]
 
@@ -107,6 +105,9 @@ class StepGraphs:
         self._samplers[bucket]()
         # A copy, as the host may read it while the next step is drawn.
         return self._drawn[:, :num_sampled].clone()
+
+    def _write(self, numbers: list[int]) -> None:
+        self._ring.copy(torch.tensor(numbers), self._numbers)
 
     def _forward(self, bucket: Bucket) -> None:
         entries, columns = self._views(bucket)

@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+_BUFFER_BYTES = 4 * 2**20
+"""A million tokens of prompts, or grammars' masks of 256 requests for a vocabulary of 128,000."""
 
-
-def to_device(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Copy numbers, nested as the tensor is to be; from pinned memory to a GPU, so that nothing waits."""
-    is_gpu = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=is_gpu).to(device, non_blocking=True)
+_ALIGNMENT = 16
 
 
 class PinnedRing:
-    """Host memory that steps' numbers are copied from into one place on the device.
+    """Host memory that all of a step's numbers pass through on their way to the device.
 
     There is a buffer for each step in flight and two more, so that the host seldom finds one that the device has still
-    to read; then it waits.
+    to read; then it waits. What a buffer has no room for goes on in the next one.
     """
 
-    def __init__(self, destination: Tensor, num_buffers: int) -> None:
-        """destination: flat, of a type of numbers. Its address stays: a CUDA graph may read it."""
-        self._destination = destination
-        self._is_gpu = destination.is_cuda
+    def __init__(self, device: torch.device, num_buffers: int, buffer_bytes: int = _BUFFER_BYTES) -> None:
+        """buffer_bytes: a multiple of 16."""
+        self.device = device
+        self._is_gpu = device.type == "cuda"
         self._buffers = [
-            torch.zeros(destination.shape, dtype=destination.dtype, pin_memory=self._is_gpu) for _ in range(num_buffers)
+            torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=self._is_gpu) for _ in range(num_buffers)
         ]
         self._read: list[Any] = [None] * num_buffers
-        """Events: the device has read the buffer. None: nothing was copied from it."""
-        self._next = 0
+        """Events: the device has read the buffer. None: it was not asked to."""
+        self._at = self._num_used = 0
+        """Which buffer is written, and how many of its bytes are."""
 
-    def copy(self, values: list[int] | NDArray[np.int32]) -> None:
-        """Copy numbers to the beginning of the destination, in the order of what else the device is given."""
-        at, self._next = self._next, (self._next + 1) % len(self._buffers)
-        if (event := self._read[at]) is not None:
-            event.synchronize()
-        buffer = self._buffers[at][: len(values)]
-        buffer.copy_(torch.as_tensor(values, dtype=buffer.dtype))
-        self._destination[: len(values)].copy_(buffer, non_blocking=True)
+    def turn(self) -> None:
+        """Go on in the next buffer, once the device has read it. A step begins with this."""
         if self._is_gpu:
-            self._read[at] = torch.cuda.current_stream().record_event()
+            self._read[self._at] = torch.cuda.current_stream().record_event()
+        self._at, self._num_used = (self._at + 1) % len(self._buffers), 0
+        if (event := self._read[self._at]) is not None:
+            event.synchronize()
+
+    def to_device(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Return numbers, nested as the tensor is to be, on the device."""
+        on_host = torch.as_tensor(values, dtype=dtype)
+        out = torch.empty(on_host.shape, dtype=dtype, device=self.device)
+        self.copy(on_host.flatten(), out.flatten())
+        return out
+
+    def copy(self, values: Tensor, destination: Tensor) -> None:
+        """Copy numbers to the beginning of the destination, in the order of what else the device is given.
+
+        Both are flat, and of one type. The destination's address stays: a CUDA graph may read it.
+        """
+        done = 0
+        while done < len(values):
+            staged = self._stage(values[done:])
+            destination[done : done + len(staged)].copy_(staged, non_blocking=True)
+            done += len(staged)
+
+    def _stage(self, values: Tensor) -> Tensor:
+        """Write as many numbers as there is room for in one buffer, and return them there."""
+        if self._num_used == len(self._buffers[self._at]):
+            self.turn()
+        room = self._buffers[self._at][self._num_used :].view(values.dtype)
+        staged = room[: len(values)].copy_(values[: len(room)])
+        self._num_used += -(-staged.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return staged
 
 
 class HostReader:

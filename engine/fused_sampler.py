@@ -1,6 +1,7 @@
 """Sampling by Triton kernels: shapes follow from the number of rows alone, so a CUDA graph may hold it.
 
-A row's token is the one that `sampler` draws. What few requests ask for (bad words, min_tokens) is not in the kernels.
+A row's token is the one that `sampler` draws. What few requests ask for (bad words, min_tokens) is not in the kernels:
+its tables grow with what is asked for, and a graph reads memory that stays where it is.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ PADDING_ROW = (0, -1, 0, -1, -1, -1)
 class FusedSampler:
     """Edits logits, draws, and takes in what was drawn."""
 
-    def __init__(self, batch: PersistentBatch, vocab_size: int, num_buffers: int) -> None:
-        """num_buffers: of host memory for masks."""
+    def __init__(self, batch: PersistentBatch, vocab_size: int, ring: PinnedRing) -> None:
         self._batch = batch
+        self._ring = ring
         self._state = batch.sampling
         num_words = -(-vocab_size // 32)
-        self._mask = torch.zeros((len(batch.token_ids), num_words), dtype=torch.int32, device=batch.token_ids.device)
-        self._mask_feed = PinnedRing(self._mask.view(-1), num_buffers)
+        self._mask = torch.zeros((len(batch.token_ids), num_words), dtype=torch.int32, device=ring.device)
 
     def columns(self, sampled: SampledRows, grammars: GrammarRows | None) -> list[list[int]]:
         """Return what a step's rows are drawn by, a list of each.
@@ -51,7 +51,7 @@ class FusedSampler:
 
     def copy_mask(self, grammars: GrammarRows, vocab_size: int) -> None:
         """Ask the grammars, as far as they have come by now."""
-        self._mask_feed.copy(grammars.bits(vocab_size).reshape(-1))
+        self._ring.copy(torch.from_numpy(grammars.bits(vocab_size)).view(-1), self._mask.view(-1))
 
     def draw(self, logits: Tensor, columns: Tensor) -> Tensor:
         """Draw a token a row: [3, num_rows] int64, as in `LaunchedSample`.

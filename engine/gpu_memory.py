@@ -10,7 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,6 +18,10 @@ from kvern.engine.config import EngineConfig
 from kvern.engine.kv_cache import PoolSize
 from kvern.engine.plan import Plan, PlanEntry, Runner
 from kvern.engine.request import Request, SamplingParams, StoppingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +40,17 @@ def largest_lengths(max_num_batched_tokens: int, max_num_seqs: int, max_model_le
 
 
 def plan_of(lengths: Sequence[int], block_size: int) -> Plan:
-    """Return a step of prompts of these lengths, which ask for all that takes memory. Their blocks are all 0."""
+    """Return a step of prompts of these lengths, which ask for all that takes memory. Their blocks are all 0.
+
+    A block is copied, too.
+    """
     sampling = SamplingParams(top_p=0.9, top_k=20, min_p=0.01, presence_penalty=0.1, logprobs=20, logit_bias={0: 1.0})
     entries = []
     for number, length in enumerate(lengths):
         request = Request(number, [0] * length, length, sampling, StoppingParams(1))
         request.block_ids = [0] * -(-length // block_size)
         entries.append(PlanEntry(request, 0, length, samples=True))
-    return Plan(entries)
+    return Plan(entries, block_copies=[(0, 0)])
 
 
 def run_largest(runner: Runner, config: EngineConfig, max_model_len: int) -> None:
@@ -53,9 +60,33 @@ def run_largest(runner: Runner, config: EngineConfig, max_model_len: int) -> Non
 
 def run_lengths(runner: Runner, config: EngineConfig, lengths: Sequence[int]) -> None:
     """Run a step of as many of these prompts as there may be, and wait. The runner then knows of no request."""
-    plan = plan_of(lengths[: config.max_num_seqs], config.block_size)
+    _run(runner, plan_of(lengths[: config.max_num_seqs], config.block_size))
+
+
+def run_under_grammar(runner: Runner, config: EngineConfig) -> None:
+    """Run a step with a grammar and min_tokens, which is sampled piece by piece: its mask is a kernel of its own."""
+    plan = plan_of([1], config.block_size)
+    request = plan.entries[0].request
+    request.grammar = _AnyToken()
+    request.stopping = StoppingParams(1, min_tokens=1, stop_token_ids=frozenset([0]))
+    _run(runner, plan)
+
+
+def _run(runner: Runner, plan: Plan) -> None:
     runner.submit(plan).result()
     runner.submit(Plan(removed_ids=[entry.request.request_id for entry in plan.entries])).result()
+
+
+class _AnyToken:
+    """Implements `GrammarState`."""
+
+    error = ""
+
+    def advance(self, token_id: int) -> bool:
+        return True
+
+    def fill(self, row: NDArray[np.int32], *, may_end: bool) -> None:
+        row[:] = -1
 
 
 def used_beside_pool(free_bytes: int, total_bytes: int, pool_bytes: int) -> int:

@@ -15,6 +15,7 @@ from kvern.engine.gpu_memory import (
     release_unused,
     run_largest,
     run_lengths,
+    run_under_grammar,
     used_beside_pool,
 )
 from kvern.engine.gpu_support import check_gpu
@@ -55,5 +56,6 @@ def _make_runner(model: LoadedModel, config: EngineConfig, progress: Progress, p
         runner.capture(CudaCapture(), progress)
     for lengths in _SMALL_STEPS:
         run_lengths(runner, config, lengths)
+    run_under_grammar(runner, config)
     run_largest(runner, config, pool.max_model_len)
     return runner

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvern.engine.device_copy import to_device
+from kvern.engine.device_copy import PinnedRing
 from kvern.engine.logits_processors import TokenBitmask
 from kvern.engine.request import GrammarState, Request
 from kvern.engine.tensor_parallel.shard import WHOLE, Shard
@@ -27,9 +27,9 @@ class GrammarRows:
     may_end: list[bool]
     shard: Shard
 
-    def bitmask(self, vocab_size: int, device: torch.device) -> TokenBitmask:
+    def bitmask(self, vocab_size: int, ring: PinnedRing) -> TokenBitmask:
         """Return what they allow, as an edit."""
-        return TokenBitmask(to_device(self.rows, device), to_device(self.bits(vocab_size), device, torch.int32))
+        return TokenBitmask(ring.to_device(self.rows), ring.to_device(self.bits(vocab_size), torch.int32))
 
     def bits(self, vocab_size: int) -> NDArray[np.int32]:
         """Ask the grammars, as far as they have come by now: [num_rows, ceil(vocab_size / 32)].

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvern.engine.device_copy import to_device
+from kvern.engine.device_copy import PinnedRing
 from kvern.engine.request import Request
 from kvern.kernels.token_mask import apply_token_mask
 
@@ -104,14 +104,14 @@ class TokenBitmask:
 class LogitBias:
     """logit_bias and allowed_token_ids, as one addend for each token."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, ring: PinnedRing) -> None:
         self._shape = (num_slots, vocab_size)
-        self._device = device
+        self._ring = ring
 
     @cached_property
     def addends(self) -> Tensor:
         """[num_slots, vocab_size] float32."""
-        return torch.zeros(self._shape, device=self._device)
+        return torch.zeros(self._shape, device=self._ring.device)
 
     def add(self, slot: int, request: Request) -> int:
         bias, allowed = request.sampling.logit_bias, request.sampling.allowed_token_ids
@@ -119,10 +119,10 @@ class LogitBias:
             return NEVER
         addends = self.addends[slot].fill_(_OUT if allowed else 0.0)
         if allowed:
-            addends[to_device(list(allowed), self._device)] = 0.0
+            addends[self._ring.to_device(list(allowed))] = 0.0
         if bias:
-            ids = to_device(list(bias), self._device)
-            addends[ids] += to_device(list(bias.values()), self._device, torch.float32)
+            ids = self._ring.to_device(list(bias))
+            addends[ids] += self._ring.to_device(list(bias.values()), torch.float32)
         return ALWAYS
 
     def apply(self, logits: Tensor, at: EditedRows) -> None:
@@ -132,8 +132,9 @@ class LogitBias:
 class BadWords:
     """Where the tokens so far end with all of a word but its last token, that token is out."""
 
-    def __init__(self, token_ids: Tensor) -> None:
+    def __init__(self, token_ids: Tensor, ring: PinnedRing) -> None:
         """token_ids: [num_slots, longest request] int32, known up to the position that is sampled."""
+        self._ring = ring
         self._token_ids = token_ids
         num_slots = len(token_ids)
         self._heads = token_ids.new_full((num_slots, 0, 0), _ANY)
@@ -146,11 +147,11 @@ class BadWords:
         if not words:
             return NEVER
         self._reserve(len(words), max(map(len, words)) - 1)
-        longest, device = self._heads.shape[2], self._heads.device
+        longest = self._heads.shape[2]
         heads = [[_ANY] * (longest + 1 - len(word)) + list(word[:-1]) for word in words]
-        self._heads[slot, : len(words)] = to_device(heads, device, torch.int32).view(len(words), longest)
+        self._heads[slot, : len(words)] = self._ring.to_device(heads, torch.int32).view(len(words), longest)
         self._last_ids[slot] = _NOTHING
-        self._last_ids[slot, : len(words)] = to_device([word[-1] for word in words], device)
+        self._last_ids[slot, : len(words)] = self._ring.to_device([word[-1] for word in words])
         return ALWAYS
 
     def apply(self, logits: Tensor, at: EditedRows) -> None:
@@ -176,9 +177,10 @@ class BadWords:
 class MinTokens:
     """What would end a request is out until it has min_tokens, unless that leaves it nothing."""
 
-    def __init__(self, num_slots: int, eos_token_ids: frozenset[int], device: torch.device) -> None:
+    def __init__(self, num_slots: int, eos_token_ids: frozenset[int], ring: PinnedRing) -> None:
         self._eos_token_ids = eos_token_ids
-        self._end_ids = torch.zeros((num_slots, 0), dtype=torch.int64, device=device)
+        self._ring = ring
+        self._end_ids = torch.zeros((num_slots, 0), dtype=torch.int64, device=ring.device)
         """[num_slots, most ids of any] int64, _NOTHING behind a slot's last id."""
 
     def add(self, slot: int, request: Request) -> int:
@@ -188,7 +190,7 @@ class MinTokens:
             return NEVER
         self._end_ids = _widened(self._end_ids, len(end_ids))
         self._end_ids[slot] = _NOTHING
-        self._end_ids[slot, : len(end_ids)] = to_device(list(end_ids), self._end_ids.device)
+        self._end_ids[slot, : len(end_ids)] = self._ring.to_device(list(end_ids))
         return request.num_prompt_tokens + stopping.min_tokens
 
     def apply(self, logits: Tensor, at: EditedRows) -> None:

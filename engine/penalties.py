@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvern.engine.device_copy import to_device
+from kvern.engine.device_copy import PinnedRing
 from kvern.engine.logits_processors import ALWAYS, NEVER, EditedRows
 from kvern.engine.request import Request
 
@@ -22,9 +22,10 @@ class Penalties:
     Implements `LogitsProcessor`. Source of the formulas: arXiv:1909.05858 and the OpenAI API.
     """
 
-    def __init__(self, token_ids: Tensor, vocab_size: int) -> None:
+    def __init__(self, token_ids: Tensor, vocab_size: int, ring: PinnedRing) -> None:
         """token_ids: [num_slots, longest request] int32, known up to a request's length when it is added."""
         self._token_ids = token_ids
+        self._ring = ring
         self._shape = (len(token_ids), vocab_size)
 
     @cached_property
@@ -47,7 +48,7 @@ class Penalties:
         params = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
         if params == (1, 0, 0):
             return NEVER
-        self.params[slot] = to_device(params, self.params.device, torch.float32)
+        self.params[slot] = self._ring.to_device(params, torch.float32)
         ids = self._token_ids[slot, : request.num_tokens].long()
         prompt, output = ids[: request.num_prompt_tokens], ids[request.num_prompt_tokens :]
         self.in_prompt[slot].zero_()[prompt] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from kvern.engine.block_pool import CacheEvent
@@ -70,9 +71,9 @@ class StepStats:
     times: StepTimes
 
 
-@dataclass(slots=True)
+@dataclass
 class Plan:
-    """One step: who runs how many tokens."""
+    """One step: who runs how many tokens. Complete once it is handed on."""
 
     entries: list[PlanEntry] = field(default_factory=list)
     removed_ids: list[int] = field(default_factory=list)
@@ -85,14 +86,18 @@ class Plan:
     times: StepTimes = field(default_factory=StepTimes)
     """Whoever works on the step adds to them."""
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(entry.num_tokens for entry in self.entries)
+        return sum([entry.num_tokens for entry in self.entries])
 
-    @property
+    @cached_property
     def num_decodes(self) -> int:
         """Entries of one token."""
-        return sum(entry.num_tokens == 1 for entry in self.entries)
+        return [entry.num_tokens for entry in self.entries].count(1)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.num_tokens - self.num_decodes
 
     def __bool__(self) -> bool:
         return bool(self.entries)
@@ -127,26 +132,33 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledToken:
-    """What the runner drew for one entry."""
+class DrawError:
+    """Why no token could be drawn for an entry."""
 
-    token_id: int | None
-    """None where the entry does not sample, and where `error` is set."""
-    error: str = ""
-    """Why no token could be drawn."""
+    message: str
     is_corrupt: bool = False
-    """Whether that is because the logits were not numbers, so that the KV behind them cannot be trusted."""
-    logprobs: TokenLogprobs | None = None
-    """None where the request did not ask."""
-    prompt_logprobs: PromptLogprobs | None = None
-    """Of prompt tokens that the entry predicts. None where the request did not ask or was told already."""
+    """Whether the logits were not numbers, so that the KV behind them cannot be trusted."""
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """What the runner drew for a step. Most entries have a token and nothing else: the rest goes by index of entry."""
+
+    token_ids: list[int | None]
+    """One for each plan entry, in order. None where it does not sample, and where there is an error."""
+    errors: dict[int, DrawError] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """Of those that asked."""
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    """Of prompt tokens that entries predict, where the request asked and was not told already. Not where there is an
+    error."""
 
 
 class Submission(Protocol):
     """A step on its way through the device."""
 
-    def result(self) -> list[SampledToken]:
-        """Wait for the step. One item per plan entry, in order."""
+    def result(self) -> SampledTokens:
+        """Wait for the step."""
         ...
 
 
@@ -202,3 +214,11 @@ class StepResult:
     load: Load = field(default_factory=Load)
     step: StepStats | None = None
     """None where this is not what a step brought."""
+
+    def take_logprobs(self, plan: Plan, sampled: SampledTokens) -> None:
+        """Tell the log-probabilities of those tokens of a step that are in the columns."""
+        entries = {request_id: entry for entry, request_id in enumerate(self.request_ids)}
+        for index, logprobs in sampled.logprobs.items():
+            entry = entries.get(plan.entries[index].request.request_id)
+            if entry is not None:
+                self.logprobs[entry] = logprobs

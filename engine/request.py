@@ -124,7 +124,7 @@ class Request:
     """State of one choice of one request. Hot and mutable; only the engine thread touches it.
 
     token_ids    |<-- computed -->|<-- in flight -->|<-- not scheduled -->|
-                 0     num_computed_tokens   num_scheduled_tokens     num_tokens (+ num_pending_tokens)
+                 0     num_computed_tokens   num_scheduled_tokens     num_tokens <= num_foreseen_tokens
     """
 
     request_id: int
@@ -150,12 +150,17 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     order: tuple[int, int, int] = (0, 0, 0)
     """Who runs first, and, from the end, who is preempted first. Set by the scheduler."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens after which the choice ends: the client's, and the model's where they count. Set by the scheduler."""
+    max_num_tokens: int = field(init=False)
+    """Tokens after which it ends, the prompt's among them. One is drawn even with max_tokens 0, and dropped: the prompt
+    then runs for its log-probabilities."""
     num_computed_tokens: int = 0
     """Tokens [0, num_computed_tokens) are done with: their KV is in the table's blocks."""
     num_scheduled_tokens: int = 0
     """As num_computed_tokens will be when the steps in flight are committed."""
-    num_pending_tokens: int = 0
-    """Tokens that steps in flight will draw. Their values are not known, their number is."""
+    num_foreseen_tokens: int = field(init=False)
+    """Tokens known, and those that steps in flight will draw: their values are not known, their number is."""
     num_resident_tokens: int = 0
     """Tokens whose KV was there at admission. Their slots are shared and never written again. It exceeds
     num_computed_tokens by one where a whole prompt was resident: its last token runs, to be sampled from, unwritten."""
@@ -180,10 +185,14 @@ class Request:
     """Digests this request made resident: they are dropped if it turns out to compute numbers that are not numbers."""
     awaited_digest: bytes | None = None
     """The next block a running twin is computing; this request waits for it."""
-    may_share_tail: bool = False
-    """Whether a fork may have left the partial block in two tables."""
+    num_writable_tokens: int = 0
+    """Tokens up to here go into the table as it is. 0 where that is to be seen: a fork may share its partial block."""
     first_changed_block: int = 0
     """Table entries from here on are news to the runner, which sets this to len(block_ids) once it has copied them."""
+
+    def __post_init__(self) -> None:
+        self.max_num_tokens = self.num_prompt_tokens + max(1, self.stopping.max_tokens)
+        self.num_foreseen_tokens = len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -195,14 +204,21 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_unscheduled_tokens(self) -> int:
-        """Tokens still to be computed, those in flight not counted. 0 where the last output token is on its way.
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens that no step has computed."""
+        return len(self.token_ids) - self.num_computed_tokens
 
-        With max_tokens 0 the prompt runs for its log-probabilities, and the token drawn at its end is dropped.
-        """
-        if self.num_output_tokens + self.num_pending_tokens >= max(1, self.stopping.max_tokens):
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that steps in flight will draw."""
+        return self.num_foreseen_tokens - len(self.token_ids)
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Tokens still to be computed, those in flight not counted. 0 where the last output token is on its way."""
+        if self.num_foreseen_tokens >= self.max_num_tokens:
             return 0
-        return len(self.token_ids) + self.num_pending_tokens - self.num_scheduled_tokens
+        return self.num_foreseen_tokens - self.num_scheduled_tokens
 
     @property
     def reads_cache(self) -> bool:

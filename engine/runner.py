@@ -13,7 +13,7 @@ from kvern.engine.batch import PersistentBatch, PromptRows, StepInputs
 from kvern.engine.buckets import Bucket, make_buckets
 from kvern.engine.config import EngineConfig
 from kvern.engine.cuda_graphs import Capture, Progress, StepGraphs
-from kvern.engine.device_copy import HostReader, to_device
+from kvern.engine.device_copy import HostReader, PinnedRing
 from kvern.engine.errors import ConfigError
 from kvern.engine.fused_sampler import FusedSampler
 from kvern.engine.grammar_rows import GrammarRows, find_grammar_rows
@@ -21,11 +21,12 @@ from kvern.engine.kv_cache import allocate_kv
 from kvern.engine.logits_processors import LogitsEdit
 from kvern.engine.logprobs import DeviceLogprobs, gather_logprobs
 from kvern.engine.model.loader import LoadedModel
-from kvern.engine.model.ops import FUSED_OPS, TORCH_OPS
+from kvern.engine.model.ops import choose_ops
 from kvern.engine.plan import Plan, StepTimes
 from kvern.engine.sampler import sample
 from kvern.engine.sampling_state import SampledRows
 from kvern.engine.submission import LaunchedLogprobs, LaunchedPrompt, LaunchedSample, StepSubmission
+from kvern.kernels.block_copy import copy_blocks
 from kvern.kernels.paged_attention import SplitList, allocate_split_lists, choose_backend, plan_attention, warm_up
 
 _MAX_LOGITS_BYTES = 32 * 2**20
@@ -50,17 +51,18 @@ class ModelRunner:
         self.attention_backend = _choose_backend(self._kv, config.attention_backend)
         warm_up(self._kv)
         self._vocab_size = model.config.vocab_size
+        self._ring = PinnedRing(model.device, _NUM_BUFFERS)
         self._batch = PersistentBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
             block_size=config.block_size,
             vocab_size=model.config.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            device=model.device,
+            ring=self._ring,
         )
         uses_kernels = self.attention_backend == "triton"
-        self._module.use(FUSED_OPS if uses_kernels else TORCH_OPS)
-        self._sampler = FusedSampler(self._batch, self._vocab_size, _NUM_BUFFERS) if uses_kernels else None
+        self._module.use(choose_ops(model.dtype, device=model.device, uses_triton=uses_kernels))
+        self._sampler = FusedSampler(self._batch, self._vocab_size, self._ring) if uses_kernels else None
         self._reader = HostReader(model.device)
         self.graphs: StepGraphs | None = None
         """None: every step is launched piece by piece."""
@@ -88,7 +90,7 @@ class ModelRunner:
             hidden = self._run(entries, bucket.num_tokens, max_num_blocks, bucket.is_decode, split_lists)
             return self._module.logits(hidden[rows])
 
-        graphs = StepGraphs(self._buckets, forward, self._sampler.draw, self._vocab_size, self._device, _NUM_BUFFERS)
+        graphs = StepGraphs(self._buckets, forward, self._sampler.draw, self._vocab_size, self._ring)
         graphs.capture(capture, progress)
         self.graphs = graphs
 
@@ -100,6 +102,7 @@ class ModelRunner:
             self._batch.forget(plan.removed_ids)
             return StepSubmission([], [], None, plan.times, self._reader)
         started_ns = time.perf_counter_ns()
+        self._ring.turn()
         self._copy_blocks(plan.block_copies)
         inputs = self._batch.prepare(plan)
         grammars = find_grammar_rows(inputs.sampled.requests, self._shard)
@@ -112,9 +115,17 @@ class ModelRunner:
         return self._last
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        if copies:
-            sources, destinations = to_device(copies, self._device).unbind(1)
+        if not copies:
+            return
+        sources, destinations = self._ring.to_device(list(zip(*copies, strict=True)))
+        if self._sampler is None:
             self._kv[destinations] = self._kv[sources]
+            return
+        # What one copy reads, another may write, where the block was given up in between.
+        is_free_of_order = {source for source, _ in copies}.isdisjoint(destination for _, destination in copies)
+        num_at_once = len(copies) if is_free_of_order else 1
+        for part in zip(sources.split(num_at_once), destinations.split(num_at_once), strict=True):
+            copy_blocks(self._kv, *part)
 
     def _launch(
         self, inputs: StepInputs, grammars: GrammarRows | None, samples: list[bool], times: StepTimes
@@ -132,7 +143,7 @@ class ModelRunner:
         return StepSubmission(samples, prompts, draw, times, self._reader, end=self._reader.mark())
 
     def _launch_in_pieces(self, inputs: StepInputs) -> tuple[Tensor, list[LaunchedPrompt]]:
-        entries, rows = (to_device(numbers, self._device) for numbers in (inputs.entries, inputs.sampled.rows))
+        entries, rows = (self._ring.to_device(numbers) for numbers in (inputs.entries, inputs.sampled.rows))
         num_blocks = -(-inputs.longest_context // self._kv.shape[4])
         hidden = self._run(entries, inputs.num_tokens, num_blocks, inputs.is_decode)
         prompts = [LaunchedPrompt(prompt, self._predict(hidden, prompt)) for prompt in inputs.prompts]
@@ -187,13 +198,13 @@ class ModelRunner:
             self._sampler.copy_mask(grammars, self._vocab_size)
         if self.graphs is not None and bucket is not None:
             return self.graphs.draw(bucket, len(sampled))
-        return self._sampler.draw(logits, to_device(self._sampler.columns(sampled, grammars), self._device))
+        return self._sampler.draw(logits, self._ring.to_device(self._sampler.columns(sampled, grammars)))
 
     def _draw_with_torch(self, logits: Tensor, sampled: SampledRows, grammars: GrammarRows | None) -> Tensor:
         sampling = self._batch.sampling.select(sampled)
         edits: list[LogitsEdit] = [*sampling.edits]
         if grammars is not None:
-            edits.insert(0, grammars.bitmask(self._vocab_size, self._device))
+            edits.insert(0, grammars.bitmask(self._vocab_size, self._ring))
         drawn = sample(logits, sampling.random, edits)
         self._batch.append(sampling, drawn.token_ids)
         return torch.stack((drawn.token_ids, drawn.is_finite.long(), drawn.is_allowed.long()))

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from kvern.engine.logits_processors import LogitsEdit
 from kvern.kernels.philox import philox4x32, uniform53
-from kvern.kernels.sampling import token_weights
+from kvern.kernels.sampling import greatest, token_weights
 
 _PURPOSE_TOKEN = 0
 """Third counter word of a draw: what it is for. The second is 0: choices of one request have seeds of their own."""
@@ -50,6 +50,10 @@ class RandomRows:
     has_top_k: bool
     has_top_p: bool
     """Whether any row filters by it. The result does not depend on it, only the time."""
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.has_min_p or self.has_top_k or self.has_top_p
 
     def split(self, num_rows: int) -> Iterator[RandomRows]:
         """Return parts of at most so many rows."""
@@ -90,7 +94,7 @@ def sample(logits: Tensor, random: RandomRows | None, edits: Sequence[LogitsEdit
     The edits change the logits in place, in order. Of equal logits the lowest id counts as the greater, in greedy rows
     and at the edge of top_k and top_p alike.
     """
-    best, token_ids = logits.max(dim=-1)
+    best, token_ids = greatest(logits)
     is_finite = best.isfinite()
     if edits:
         for edit in edits:
@@ -98,7 +102,12 @@ def sample(logits: Tensor, random: RandomRows | None, edits: Sequence[LogitsEdit
         rows = torch.cat([edit.rows for edit in edits])
         best[rows], token_ids[rows] = logits[rows].max(dim=-1)
     is_allowed = best > float("-inf")
-    if random is not None:
+    if random is not None and logits.device.type == "cpu" and not random.is_filtered:
+        from kvern.kernels.sampling import cpu
+
+        drawable = best.masked_fill(~is_finite, float("nan"))
+        token_ids[random.rows] = cpu.draw(logits, drawable, random.rows, random.temperature, _uniform(random))
+    elif random is not None:
         num_rows = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
         can_draw = is_finite & is_allowed
         for part, uniform in zip(random.split(num_rows), torch.split(_uniform(random), num_rows), strict=True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvern.engine.device_copy import to_device
+from kvern.engine.device_copy import PinnedRing
 from kvern.engine.logits_processors import (
     NEVER,
     BadWords,
@@ -71,9 +71,9 @@ class SamplingInputs:
 class SamplingState:
     """A row of parameters for each slot, and processors for what few requests ask for."""
 
-    def __init__(self, token_ids: Tensor, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, token_ids: Tensor, vocab_size: int, eos_token_ids: frozenset[int], ring: PinnedRing) -> None:
         """token_ids: [num_slots, longest request] int32, the batch's own."""
-        self._device = token_ids.device
+        self._ring = ring
         num_slots = len(token_ids)
         self.params = DrawParams(
             temperature=self._zeros(num_slots, torch.float32),
@@ -83,13 +83,13 @@ class SamplingState:
             seed=self._zeros(num_slots, torch.int64),
         )
         self.num_prompt_tokens = self._zeros(num_slots, torch.int64)
-        self.bias = LogitBias(num_slots, vocab_size, self._device)
-        self.penalties = Penalties(token_ids, vocab_size)
+        self.bias = LogitBias(num_slots, vocab_size, ring)
+        self.penalties = Penalties(token_ids, vocab_size, ring)
         # Masks commute; min_tokens looks at what the others, and a grammar before them, have left.
         self._processors: tuple[LogitsProcessor, ...] = (
             self.bias,
-            BadWords(token_ids),
-            MinTokens(num_slots, eos_token_ids, self._device),
+            BadWords(token_ids, ring),
+            MinTokens(num_slots, eos_token_ids, ring),
             self.penalties,
         )
         self._asking: tuple[dict[int, int], ...] = tuple({} for _ in self._processors)
@@ -126,7 +126,7 @@ class SamplingState:
     def select(self, sampled: SampledRows) -> SamplingInputs:
         """Gather what torch needs to sample a step."""
         slots, positions = sampled.slots, sampled.positions
-        on_device = to_device([slots, positions], self._device)
+        on_device = self._ring.to_device([slots, positions])
         edits = [
             ProcessorEdit(processor, at)
             for processor, asking in zip(self._processors, self._asking, strict=True)
@@ -148,7 +148,7 @@ class SamplingState:
             return None
         told.sort(reverse=True)
         indices = [row for _, row in told]
-        return LogprobRows(indices, [count for count, _ in told], to_device(indices, self._device))
+        return LogprobRows(indices, [count for count, _ in told], self._ring.to_device(indices))
 
     def count(self, inputs: SamplingInputs, token_ids: Tensor) -> None:
         """Take in the tokens sampled for a step: [num_sampled] int64."""
@@ -160,13 +160,13 @@ class SamplingState:
             return None
         places = enumerate(zip(slots, positions, strict=True))
         edited = [(row, slot, position) for row, (slot, position) in places if position < asking.get(slot, NEVER)]
-        return EditedRows(*to_device(edited, self._device).unbind(1)) if edited else None
+        return EditedRows(*self._ring.to_device(edited).unbind(1)) if edited else None
 
     def _random(self, params: list[SamplingParams], slots: Tensor, positions: Tensor) -> RandomRows | None:
         drawn = [row for row, sampling in enumerate(params) if not sampling.is_greedy]
         if not drawn:
             return None
-        rows = to_device(drawn, self._device)
+        rows = self._ring.to_device(drawn)
         slots = slots[rows]
         return RandomRows(
             rows=rows,
@@ -182,4 +182,4 @@ class SamplingState:
         )
 
     def _zeros(self, num_slots: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(num_slots, dtype=dtype, device=self._device)
+        return torch.zeros(num_slots, dtype=dtype, device=self._ring.device)

@@ -18,7 +18,7 @@ from kvern.engine.block_pool import BlockPool
 from kvern.engine.block_tables import BlockTables
 from kvern.engine.errors import RequestRefused
 from kvern.engine.ordered_requests import OrderedRequests
-from kvern.engine.plan import ChoiceEnded, FirstScheduled, Load, Plan, PlanEntry, SampledToken, StepResult
+from kvern.engine.plan import ChoiceEnded, FirstScheduled, Load, Plan, PlanEntry, SampledTokens, StepResult
 from kvern.engine.request import FinishReason, Request, RequestStatus
 from kvern.engine.step_budget import MIN_CHUNK_TOKENS, StepBudget
 from kvern.engine.step_cost import StepCost
@@ -70,6 +70,8 @@ class Scheduler:
         self._waiting = OrderedRequests()
         self._running = OrderedRequests()
         self._parked = OrderedRequests()
+        self._prefilling: list[Request] = []
+        """Those that run and have more than one known token to compute."""
         self._step_cost = StepCost()
         self._removed_ids: list[int] = []
         self._num_failed_choices = 0
@@ -92,6 +94,10 @@ class Scheduler:
             )
         priority = request.priority if self._config.policy is Policy.PRIORITY else 0
         request.order = (priority, request.arrival, request.choice)
+        # After an end token no grammar goes on.
+        eos_counts = request.grammar is not None or not request.stopping.ignore_eos
+        eos_token_ids = self._config.eos_token_ids if eos_counts else frozenset()
+        request.end_token_ids = request.stopping.stop_token_ids | eos_token_ids
         self._requests[request.request_id] = request
         self._waiting.add(request)
 
@@ -126,34 +132,37 @@ class Scheduler:
         """Decide the next step, and allocate what it needs."""
         plan = Plan()
         budget = StepBudget(self._config.max_num_batched_tokens, self._max_prefill_tokens())
-        preempted = self._schedule_running(plan, budget)
+        preempted = self._plan_entries(plan, self._running, budget, must_share=len(self._waiting) > 0)
         if not preempted:
             self._admit_waiting(plan, budget)
-        self._spend_rest(plan, budget)
+        if self._prefilling:
+            self._spend_rest(plan, budget)
         plan.removed_ids, self._removed_ids = self._removed_ids, []
         return plan
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """Learn how long a step took."""
-        num_decodes = plan.num_decodes
-        self._step_cost.observe(num_decodes, plan.num_tokens - num_decodes, seconds)
+        self._step_cost.observe(plan.num_decodes, plan.num_prefill_tokens, seconds)
 
     def expected_step_s(self, plan: Plan) -> float | None:
         """Return how long a step should take, in seconds, by those before it. None: none was like it."""
-        num_decodes = plan.num_decodes
-        return self._step_cost.expected_s(num_decodes, plan.num_tokens - num_decodes)
+        return self._step_cost.expected_s(plan.num_decodes, plan.num_prefill_tokens)
 
-    def commit(self, plan: Plan, sampled: Sequence[SampledToken]) -> StepResult:
+    def commit(self, plan: Plan, sampled: SampledTokens) -> StepResult:
         """Take in what a step computed: advance requests, register blocks, append tokens, end what is done."""
         result = StepResult()
-        for entry, token in zip(plan.entries, sampled, strict=True):
-            self._commit_entry(entry, token, result)
+        self._end_failed(plan.entries, sampled, result)
+        self._tell_prompts(plan.entries, sampled, result)
+        self._advance(plan.entries, sampled.token_ids, result)
+        if sampled.logprobs:
+            result.take_logprobs(plan, sampled)
+        self._prefilling = [request for request in self._prefilling if request.num_uncomputed_tokens > 1]
         result.load = self.load()
         return result
 
     def load(self) -> Load:
         """Return how busy the engine is now."""
-        in_running = sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in self._running)
+        in_running = sum(max(0, each.num_prompt_tokens - each.num_computed_tokens) for each in self._prefilling)
         return Load(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -167,41 +176,53 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError if pool and requests disagree."""
         self.pool.check_integrity([request.block_ids for request in self._requests.values()])
+        self._tables.check_integrity(self._requests.values())
         queues = (self._waiting, self._running, self._parked)
         assert all(queue.is_sorted() for queue in queues), "a queue is out of order"
+        prefilling = {request for request in self._running if request.num_uncomputed_tokens > 1}
+        assert set(self._prefilling) == prefilling, "who has a prompt to compute is not known"
         assert sum(map(len, queues)) == len(self._requests), "a request is nowhere, or twice"
         assert len(self._running) <= self._config.max_num_seqs, "too many sequences run"
 
     def _max_prefill_tokens(self) -> int:
         """Return how many prefill tokens the step-time target allows. It guards gaps: with nobody decoding, all."""
-        num_decodes = sum(request.num_unscheduled_tokens == 1 for request in self._running)
-        if self._config.target_step_s is None or not num_decodes:
+        if self._config.target_step_s is None:
+            return self._config.max_num_batched_tokens
+        num_decodes = len(self._running) - sum(each.num_unscheduled_tokens > 1 for each in self._prefilling)
+        if num_decodes == 0:
             return self._config.max_num_batched_tokens
         allowed = self._step_cost.max_prefill_tokens(num_decodes, self._config.target_step_s)
         return _FIRST_CHUNK_TOKENS if allowed is None else max(MIN_CHUNK_TOKENS, allowed)
 
-    def _schedule_running(self, plan: Plan, budget: StepBudget) -> bool:
-        """Plan running requests, in order. Return whether one was preempted for another."""
-        preempted, index = False, 0
-        while index < len(self._running) and budget.tokens > 0:
-            request = self._running[index]
-            index += 1
-            num_tokens = budget.grant(
-                request.num_unscheduled_tokens,
-                num_behind=len(self._running) - index,
-                must_share=len(self._waiting) > 0 or index < len(self._running),
-            )
-            if num_tokens == 0:
-                continue
-            end = request.num_scheduled_tokens + num_tokens
-            num_blocks = self._tables.num_missing_blocks(request, end)
-            if num_blocks > 0:
-                preempted |= self._make_room(num_blocks, request)
-                if num_blocks > self.pool.num_free:
-                    break  # It is its own last victim: it keeps its blocks and waits for those before it.
-                plan.block_copies += self._tables.grow(request, end)
-            self._plan_entry(plan, request, num_tokens, budget)
-        return preempted
+    def _plan_entries(
+        self, plan: Plan, requests: OrderedRequests | list[Request], budget: StepBudget, *, must_share: bool
+    ) -> bool:
+        """Plan running requests, in order. Return whether one that runs was preempted for another.
+
+        must_share: others than these want a part of the budget too.
+        """
+        entries, num_requests = plan.entries, len(requests)
+        for index, request in enumerate(requests, start=1):
+            if budget.tokens == 0:
+                break
+            start, num_foreseen = request.num_scheduled_tokens, request.num_foreseen_tokens
+            if num_foreseen >= request.max_num_tokens:
+                continue  # its last token is on its way
+            wanted = num_tokens = num_foreseen - start
+            if wanted == 1:
+                budget.tokens -= 1  # as `take` does
+            else:
+                num_behind = len(requests) - index
+                num_tokens = budget.take(wanted, num_behind, must_share=must_share or num_behind > 0)
+                if num_tokens == 0:
+                    continue
+            end = start + num_tokens
+            if end > request.num_writable_tokens and not self._grow(plan, request, end):
+                break  # It is its own last victim: it keeps its blocks and waits for those before it.
+            samples = num_tokens == wanted
+            entries.append(PlanEntry(request, start, num_tokens, samples, request.table_generation))
+            request.num_scheduled_tokens, request.num_foreseen_tokens = end, num_foreseen + samples
+        return len(requests) < num_requests
 
     def _admit_waiting(self, plan: Plan, budget: StepBudget) -> None:
         for request in list(self._waiting):
@@ -211,29 +232,18 @@ class Scheduler:
                 continue
             if not self._admit(plan, request):
                 return
-            num_tokens = budget.grant(request.num_unscheduled_tokens, num_behind=0, must_share=False)
-            self._plan_entry(plan, request, num_tokens, budget)
+            self._plan_entries(plan, [request], budget, must_share=False)
 
     def _spend_rest(self, plan: Plan, budget: StepBudget) -> None:
         """Give what nobody else took to the prompts that had left some of the budget to others."""
-        for entry in plan.entries:
+        for entry in [entry for entry in plan.entries if not entry.samples]:
             request = entry.request
-            more = budget.grant(request.num_unscheduled_tokens, num_behind=0, must_share=False)
-            if more and not entry.samples:
-                self._extend_entry(entry, more, budget)
-
-    def _plan_entry(self, plan: Plan, request: Request, num_tokens: int, budget: StepBudget) -> None:
-        entry = PlanEntry(request, request.num_scheduled_tokens, 0, False, request.table_generation)
-        plan.entries.append(entry)
-        self._extend_entry(entry, num_tokens, budget)
-
-    def _extend_entry(self, entry: PlanEntry, num_tokens: int, budget: StepBudget) -> None:
-        request = entry.request
-        entry.samples = num_tokens == request.num_unscheduled_tokens
-        entry.num_tokens += num_tokens
-        request.num_scheduled_tokens += num_tokens
-        request.num_pending_tokens += entry.samples
-        budget.spend(num_tokens)
+            wanted = request.num_unscheduled_tokens
+            more = budget.take(wanted)
+            entry.samples = more == wanted
+            entry.num_tokens += more
+            request.num_scheduled_tokens += more
+            request.num_foreseen_tokens += entry.samples
 
     def _must_wait_for_twin(self, request: Request) -> bool:
         """Whether another request is computing what this one would compute next."""
@@ -262,22 +272,22 @@ class Scheduler:
         self._waiting.remove(request)
         request.move_to(RequestStatus.RUNNING)
         self._running.add(request)
+        if request.num_uncomputed_tokens > 1:
+            self._prefilling.append(request)
         return True
 
-    def _make_room(self, num_blocks: int, request: Request) -> bool:
-        """Take blocks from those who stand still, then from those who run after this one, until enough are free.
+    def _grow(self, plan: Plan, request: Request, num_tokens: int) -> bool:
+        """Give a running request the blocks that it lacks for `num_tokens` tokens. Return whether there were enough.
 
-        Return whether one that runs was preempted.
+        Where too few are free they come from those who stand still, then from those who run after this one.
         """
-        preempted = False
-        while num_blocks > self.pool.num_free:
+        while not self._tables.grow(request, num_tokens, plan.block_copies):
             if self._take_idle_blocks(request):
                 continue
             if self._running.last is request:
-                break
+                return False
             self._preempt(self._running.last)
-            preempted = True
-        return preempted
+        return True
 
     def _take_idle_blocks(self, request: Request) -> bool:
         """Take all blocks of one other request that holds some and does not run, parked ones first."""
@@ -304,6 +314,7 @@ class Scheduler:
         """Take a request out of the queue it is in."""
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
+            self._prefilling = [each for each in self._prefilling if each is not request]
             self._removed_ids.append(request.request_id)
             request.first_changed_block = 0
         elif request.status is RequestStatus.PARKED:
@@ -317,48 +328,60 @@ class Scheduler:
         request.move_to(RequestStatus.FINISHED)
         del self._requests[request.request_id]
 
-    def _commit_entry(self, entry: PlanEntry, token: SampledToken, result: StepResult) -> None:
-        request = entry.request
-        request.num_pending_tokens -= entry.samples
-        if request.status is RequestStatus.FINISHED:
-            return
-        if token.error:
-            if token.is_corrupt:
+    def _end_failed(self, entries: Sequence[PlanEntry], sampled: SampledTokens, result: StepResult) -> None:
+        """End requests for which no token could be drawn. Before anything is registered that they computed."""
+        for index, error in sampled.errors.items():
+            request = entries[index].request
+            if request.status is RequestStatus.FINISHED:
+                continue
+            if error.is_corrupt:
                 self._num_failed_choices += 1
                 self._tables.drop_computed_by(request, self._holders())
-            self._end(request, result, FinishReason.ERROR, error=token.error)
-            return
-        if entry.table_generation == request.table_generation:
-            request.num_computed_tokens = entry.end
-            self._tables.register_computed(request)
-        if token.prompt_logprobs is not None:
-            # One preempted in its prompt computes positions again.
-            news = token.prompt_logprobs.beyond(request.num_prompt_logprobs)
-            request.num_prompt_logprobs += len(news.items)
-            result.prompt_logprobs.append(news)
-        self._append(request, token, result)
+            self._end(request, result, FinishReason.ERROR, error=error.message)
 
-    def _append(self, request: Request, token: SampledToken, result: StepResult) -> None:
-        stopping, token_id = request.stopping, token.token_id
-        if token_id is None:
-            return
-        if stopping.max_tokens == 0:
-            self._end(request, result, FinishReason.LENGTH)
-            return
+    def _tell_prompts(self, entries: Sequence[PlanEntry], sampled: SampledTokens, result: StepResult) -> None:
+        for index, told in sampled.prompt_logprobs.items():
+            request = entries[index].request
+            if request.status is not RequestStatus.FINISHED:
+                # One preempted in its prompt computes positions again.
+                news = told.beyond(request.num_prompt_logprobs)
+                request.num_prompt_logprobs += len(news.items)
+                result.prompt_logprobs.append(news)
+
+    def _advance(self, entries: Sequence[PlanEntry], token_ids: Sequence[int | None], result: StepResult) -> None:
+        block_size, request_ids, new_token_ids = self._config.block_size, result.request_ids, result.token_ids
+        for entry, token_id in zip(entries, token_ids, strict=True):
+            request, end = entry.request, entry.start + entry.num_tokens
+            if entry.table_generation == request.table_generation:
+                request.num_computed_tokens = end
+                if end // block_size > request.num_chained_blocks:
+                    self._tables.register_computed(request)
+            elif request.status is RequestStatus.FINISHED:
+                continue
+            if token_id is None:
+                continue
+            if request.grammar is not None and not self._advance_grammar(request, token_id, result):
+                continue
+            request.token_ids.append(token_id)
+            if token_id in request.end_token_ids or end + 1 >= request.max_num_tokens:
+                self._end_at(request, token_id, result)
+                if request.stopping.max_tokens == 0:
+                    continue
+            request_ids.append(request.request_id)
+            new_token_ids.append(token_id)
+
+    def _advance_grammar(self, request: Request, token_id: int, result: StepResult) -> bool:
         grammar = request.grammar
-        if grammar is not None and not grammar.advance(token_id):
-            self._end(request, result, FinishReason.ERROR, error=f"the grammar can go no further: {grammar.error}")
-            return
-        request.token_ids.append(token_id)
-        if token.logprobs is not None:
-            result.logprobs[len(result.token_ids)] = token.logprobs
-        result.request_ids.append(request.request_id)
-        result.token_ids.append(token_id)
-        # After an end token no grammar goes on.
-        is_eos = token_id in self._config.eos_token_ids and (grammar is not None or not stopping.ignore_eos)
-        if is_eos or token_id in stopping.stop_token_ids:
+        if grammar is None or request.stopping.max_tokens == 0 or grammar.advance(token_id):
+            return True
+        self._end(request, result, FinishReason.ERROR, error=f"the grammar can go no further: {grammar.error}")
+        return False
+
+    def _end_at(self, request: Request, token_id: int, result: StepResult) -> None:
+        """End a request with its last token."""
+        if token_id in request.end_token_ids and request.stopping.max_tokens > 0:
             self._end(request, result, FinishReason.STOP, stop_token_id=token_id)
-        elif request.num_output_tokens >= stopping.max_tokens:
+        else:
             self._end(request, result, FinishReason.LENGTH)
 
     def _end(
@@ -366,7 +389,6 @@ class Scheduler:
         request: Request,
         result: StepResult,
         reason: FinishReason,
-        *,
         stop_token_id: int | None = None,
         error: str = "",
     ) -> None:

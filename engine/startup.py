@@ -143,7 +143,7 @@ def capacity_of(
         num_parameters=model.num_parameters,
         weight_bytes=model.weight_bytes,
         dtype=_name_of(model.dtype),
-        quantization="fp8" if model.has_fp8_weights else None,
+        quantization=model.quantization,
         device=str(model.device),
         kv_dtype=_name_of(model.kv_dtype),
         kv_bytes=pool.num_blocks * kv_block_bytes(model.config, config.block_size, model.kv_dtype.itemsize),

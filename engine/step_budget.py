@@ -18,12 +18,19 @@ class StepBudget:
     def has_prefill(self) -> bool:
         return self.tokens > 0 and self._prefill_tokens > 0
 
-    def grant(self, wanted: int, *, num_behind: int, must_share: bool) -> int:
-        """Return how many of the wanted tokens fit.
+    def take(self, wanted: int, num_behind: int = 0, *, must_share: bool = False) -> int:
+        """Take as many of the wanted tokens as fit, and return their number.
 
         num_behind: running requests after this one, each of which is left a token.
         must_share: others want a part too; a prompt too long for one step then takes at most half of it.
         """
+        num_tokens = self._share(wanted, num_behind, must_share)
+        self.tokens -= num_tokens
+        if num_tokens > 1:
+            self._prefill_tokens -= num_tokens
+        return num_tokens
+
+    def _share(self, wanted: int, num_behind: int, must_share: bool) -> int:
         if wanted <= 1:
             return min(wanted, self.tokens)
         if not self.has_prefill:
@@ -32,8 +39,3 @@ class StepBudget:
         if must_share and wanted > most:
             most = max(most // 2, min(most, MIN_CHUNK_TOKENS))
         return min(wanted, most)
-
-    def spend(self, num_tokens: int) -> None:
-        self.tokens -= num_tokens
-        if num_tokens > 1:
-            self._prefill_tokens -= num_tokens

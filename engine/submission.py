@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,11 +13,11 @@ from torch import Tensor
 from kvern.engine.batch import PromptRows
 from kvern.engine.device_copy import HostReader
 from kvern.engine.logprobs import DeviceLogprobs
-from kvern.engine.plan import PromptLogprobs, SampledToken, StepTimes, TokenLogprobs
+from kvern.engine.plan import DrawError, PromptLogprobs, SampledTokens, StepTimes, TokenLogprobs
 from kvern.engine.sampling_state import LogprobRows
 
-_CORRUPT = SampledToken(None, error="the model's logits are not finite numbers", is_corrupt=True)
-_NOTHING_ALLOWED = "no token is left that may be sampled"
+_CORRUPT = DrawError("the model's logits are not finite numbers", is_corrupt=True)
+_NOTHING_ALLOWED = DrawError("no token is left that may be sampled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,15 @@ class LaunchedSample:
     logprobs: LaunchedLogprobs | None
     """None where nobody asked."""
 
-    def on_host(self) -> Iterator[SampledToken]:
-        """Yield one token a row. Only when they have come."""
-        logprobs = self.logprobs.on_host() if self.logprobs is not None else {}
-        for row, (token_id, is_finite, is_allowed) in enumerate(zip(*self.drawn.tolist(), strict=True)):
+    def put(self, sampled: SampledTokens, entries: Sequence[int]) -> None:
+        """Put what was drawn for each row where its plan entry is. Only when they have come."""
+        for entry, token_id, is_finite, is_allowed in zip(entries, *self.drawn.tolist(), strict=True):
             if is_finite and is_allowed:
-                yield SampledToken(token_id, logprobs=logprobs.get(row))
+                sampled.token_ids[entry] = token_id
             else:
-                yield _CORRUPT if not is_finite else SampledToken(None, error=_NOTHING_ALLOWED)
+                sampled.errors[entry] = _NOTHING_ALLOWED if is_finite else _CORRUPT
+        if self.logprobs is not None:
+            sampled.logprobs |= {entries[row]: logprobs for row, logprobs in self.logprobs.on_host().items()}
 
 
 @dataclass(slots=True)
@@ -93,26 +94,27 @@ class StepSubmission:
             self.end = self.reader.mark()
             self.times.sample_ns += time.perf_counter_ns() - started_ns
 
-    def result(self) -> list[SampledToken]:
-        """Wait for the step. One item per plan entry, in order."""
+    def result(self) -> SampledTokens:
+        """Wait for the step."""
         self.finish()
         started_ns = time.perf_counter_ns()
-        tokens = self._on_host()
+        sampled = self._on_host()
         self.times.forward_ns += time.perf_counter_ns() - started_ns
-        return tokens
+        return sampled
 
-    def _on_host(self) -> list[SampledToken]:
+    def _on_host(self) -> SampledTokens:
         if self.end is not None:
             self.end.synchronize()
-        drawn = self.drawn.on_host() if self.drawn is not None else iter(())
-        tokens = [next(drawn) if samples else SampledToken(None) for samples in self.samples]
+        sampled = SampledTokens([None] * len(self.samples))
+        if self.drawn is not None:
+            self.drawn.put(sampled, [entry for entry, samples in enumerate(self.samples) if samples])
         for launched in self.prompts:
-            entry = launched.prompt.entry
-            tokens[entry] = _with_prompt(tokens[entry], launched.on_host())
-        return tokens
+            _put_prompt(sampled, launched.prompt.entry, launched.on_host())
+        return sampled
 
 
-def _with_prompt(token: SampledToken, prompt: PromptLogprobs) -> SampledToken:
+def _put_prompt(sampled: SampledTokens, entry: int, prompt: PromptLogprobs) -> None:
     if any(math.isnan(item.logprob) for item in prompt.items):
-        return _CORRUPT
-    return replace(token, prompt_logprobs=prompt)
+        sampled.token_ids[entry], sampled.errors[entry] = None, _CORRUPT
+    else:
+        sampled.prompt_logprobs[entry] = prompt

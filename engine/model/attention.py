@@ -53,12 +53,12 @@ class Attention(nn.Module):
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm else None
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
+        heads = self.qkv_proj(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
+            q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+            heads = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
         rotation = None if self.rotation is None else step.rotations[self.rotation]
-        q = self.ops.rotate_and_store(qk, v, rotation, self.num_heads, self.layer, step)
+        q = self.ops.rotate_and_store(heads, self.num_heads, rotation, self.layer, step)
         attended = paged_attention(
             q,
             step.kv,
@@ -68,4 +68,4 @@ class Attention(nn.Module):
             sliding_window=self.sliding_window,
             softcap=self.softcap,
         )
-        return self.shard.sum(self.o_proj(attended.view(len(x), -1)))
+        return self.shard.sum(self.o_proj(attended.flatten(1)))

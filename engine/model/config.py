@@ -142,6 +142,8 @@ class ModelConfig(ModelShape):
     experts: ExpertsConfig | None = None
     fp8_weights: bool = False
     """Whether layers' projections are in float8_e4m3fn, with a scale for each output."""
+    integer_bits: int | None = None
+    """8 or 4: layers' projections are in so many, with a scale for each group of inputs. None: they are not."""
 
 
 def for_served_length(config: ModelConfig, max_model_len: int | None) -> ModelConfig:

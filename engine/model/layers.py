@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from kvern.engine.errors import ConfigError
 from kvern.engine.model.config import ModelConfig
 from kvern.engine.model.ops import TORCH_OPS, LayerOps
 from kvern.kernels.fp8_linear import FP8, MULTIPLE, fp8_linear
-from kvern.kernels.linear import linear
+from kvern.kernels.linear import PackedWeight, linear
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -32,8 +32,16 @@ class Linear(nn.Module):
         self.weight: Tensor = empty_parameter(out_features, in_features, dtype=FP8 if fp8 else None)
         self.weight_scale = empty_parameter(out_features, 1, dtype=torch.float32) if fp8 else None
         self.bias = empty_parameter(out_features) if bias else None
+        self.packed: PackedWeight | None = None
+
+    def pack(self, pack: Callable[[Tensor], PackedWeight]) -> None:
+        """Hold the weight as what is made of it, and no longer as a parameter. A tied embedding keeps its own."""
+        self.packed = pack(self.weight)
+        del self.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is not None:
+            return self.packed.product(x, self.bias)
         if self.weight_scale is not None:
             return fp8_linear(x, self.weight, self.weight_scale, self.bias)
         return linear(x, self.weight, self.bias)

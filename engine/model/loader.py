@@ -21,13 +21,15 @@ from kvern.engine.model.fingerprint import model_fingerprint
 from kvern.engine.model.fp8_support import capability_of, check_fp8
 from kvern.engine.model.fp8_weights import is_scale, scale_name, to_fp8
 from kvern.engine.model.hf_config import ARCHITECTURES
+from kvern.engine.model.integer_weights import INTEGER_BITS, check_sizes, pack_integers, with_integers
 from kvern.engine.model.kv_scales import read_kv_scales
 from kvern.engine.model.language_model import LanguageModel
-from kvern.engine.model.layers import Fused
+from kvern.engine.model.layers import Fused, Linear
 from kvern.engine.model.safetensors_checkpoint import SafetensorsCheckpoint
 from kvern.engine.model.sharded_checkpoint import ShardedCheckpoint
 from kvern.engine.tensor_parallel.shard import WHOLE, Shard, shard_config
 from kvern.kernels.fp8_linear import FP8
+from kvern.kernels.linear import can_pack, pack
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +54,22 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     fingerprint: str
     """Hex. Equal only where weights and shape are: see `model_fingerprint`."""
-    has_fp8_weights: bool
+    quantization: str | None
+    """fp8, int8 or int4: of layers' projections. None: they are in `dtype`."""
     kv_dtype: torch.dtype
     kv_scales: Tensor | None
     """[2, num_layers, num_kv_heads] float32, of KV in fp8: what keys and values are divided by."""
+    num_parameters: int
+    """Scales of weights in fp8 are not counted."""
     shard: Shard = WHOLE
 
     @property
     def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.module.parameters())
-
-    @property
-    def num_parameters(self) -> int:
-        """Scales of weights in fp8 are not counted."""
-        return sum(p.numel() for name, p in self.module.named_parameters() if not is_scale(name))
+        """Of memory that is held: a tied embedding counts twice where the head is packed."""
+        packed = (layer.packed for layer in self.module.modules() if isinstance(layer, Linear))
+        return sum(parameter.nbytes for parameter in self.module.parameters()) + sum(
+            weight.nbytes for weight in packed if weight is not None
+        )
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None, shard: Shard = WHOLE) -> LoadedModel:
@@ -88,6 +92,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None, shard: Sh
     else:
         module, shape, identity = _load_with_transformers(checkpoint, config, dtype, device, report)
     kv_scales = read_kv_scales(checkpoint, shape).to(device) if kv_dtype is FP8 else None
+    num_parameters = sum(p.numel() for name, p in module.named_parameters() if not is_scale(name))
+    _pack(module, shape)
     report(1.0, "loaded")
     return LoadedModel(
         module=module,
@@ -97,9 +103,10 @@ def load_model(config: EngineConfig, progress: Progress | None = None, shard: Sh
         device=device,
         eos_token_ids=frozenset(i for i in checkpoint.eos_token_ids() if i < shape.vocab_size),
         fingerprint=model_fingerprint(identity, checkpoint.weight_files),
-        has_fp8_weights=isinstance(shape, ModelConfig) and shape.fp8_weights,
+        quantization=_quantization_of(shape),
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
+        num_parameters=num_parameters,
         shard=shard,
     )
 
@@ -125,9 +132,11 @@ def _load_native(
 
 
 def _with_quantization(config: ModelConfig, asked: str | None, device: torch.device) -> ModelConfig:
-    """Return `config` with weights in fp8 if that is asked for, or what is stored. Raises ConfigError."""
-    if asked not in (None, "fp8"):
-        raise ConfigError("quantization", f"{asked!r} is not fp8")
+    """Return `config` with weights quantized as is asked for, or as is stored. Raises ConfigError."""
+    if asked not in (None, "fp8", *INTEGER_BITS):
+        raise ConfigError("quantization", f"{asked!r} is not one of fp8, {', '.join(INTEGER_BITS)}")
+    if asked in INTEGER_BITS:
+        return with_integers(config, asked, device)
     if asked is None and not config.fp8_weights:
         return config
     check_fp8("quantization", capability_of(device))
@@ -136,13 +145,22 @@ def _with_quantization(config: ModelConfig, asked: str | None, device: torch.dev
     return replace(config, fp8_weights=True)
 
 
+def _quantization_of(shape: ModelShape) -> str | None:
+    if not isinstance(shape, ModelConfig):
+        return None
+    if shape.integer_bits is not None:
+        return f"int{shape.integer_bits}"
+    return "fp8" if shape.fp8_weights else None
+
+
 def _load_with_transformers(
     checkpoint: Checkpoint, asked: EngineConfig, dtype: torch.dtype, device: torch.device, report: Progress
 ) -> tuple[LanguageModel, ModelShape, str]:
     """As `_load_native`, with transformers' own code around our attention."""
     architecture, known = checkpoint.architecture, ", ".join(ARCHITECTURES)
     if asked.quantization is not None:
-        raise ConfigError("quantization", f"{architecture} is computed by transformers; only {known} can be in fp8")
+        refused = f"{architecture} is computed by transformers; only {known} can be in {asked.quantization}"
+        raise ConfigError("quantization", refused)
     if not isinstance(checkpoint, SafetensorsCheckpoint):
         raise ModelError(f"{checkpoint.path}: architecture {architecture} is not supported; {known} are")
     try:
@@ -235,6 +253,8 @@ def _load_module(
         )
     with torch.device(device), _default_dtype(dtype):
         module = CausalLM(replace(config, tie_word_embeddings=shared), shard)
+    if config.integer_bits is not None:
+        check_sizes(module, config.integer_bits)
     _fill(dict(_parts(module, config.fused_weights)), checkpoint, report)
     if config.tie_word_embeddings and torch.equal(module.lm_head.weight, module.head_rows_of_embedding()):
         module.tie()
@@ -267,6 +287,17 @@ def _fill(wanted: dict[str, Tensor], checkpoint: Checkpoint, report: Progress) -
         elif source.dtype is FP8:
             raise ModelError(f"{checkpoint.path}: tensor {name} is in fp8, which only layers' projections may be")
         destination.copy_(source)
+
+
+def _pack(module: LanguageModel, shape: ModelShape) -> None:
+    """Bring weights into the order that products read them in, one layer at a time."""
+    if isinstance(shape, ModelConfig) and shape.integer_bits is not None:
+        assert isinstance(module, CausalLM)
+        return pack_integers(module, shape.integer_bits)
+    for layer in module.modules():
+        if isinstance(layer, Linear) and can_pack(layer.weight):
+            layer.pack(pack)
+    return None
 
 
 def _parts(module: nn.Module, fused_weights: bool) -> Iterator[tuple[str, Tensor]]:

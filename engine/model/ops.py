@@ -1,6 +1,6 @@
 """What layers are computed with beside matrix products: torch's own operations, or fused kernels. Chosen once at load.
 
-On a CPU it is torch's. On a GPU, and wherever Triton was asked for, it is kernels that read and write memory once.
+On a CPU it is torch's, in bfloat16 compiled kernels. On a GPU, and wherever Triton was asked for, it is Triton's.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class LayerOps(Protocol):
         ...
 
     def rotate_and_store(
-        self, qk: Tensor, v: Tensor, rotation: Rotation | None, num_heads: int, layer: int, step: Step
+        self, heads: Tensor, num_heads: int, rotation: Rotation | None, layer: int, step: Step
     ) -> Tensor:
         """Rotate queries and keys, store keys and values in the KV cache, and return the queries.
 
-        qk: [num_tokens, num_heads + num_kv_heads, head_dim]; v: [num_tokens, num_kv_heads, head_dim].
+        heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], those of queries, keys and values, contiguous.
         """
         ...
 
@@ -77,8 +77,10 @@ class TorchOps:
         return self.norm(total, weight, eps, unit_offset=unit_offset), total
 
     def rotate_and_store(
-        self, qk: Tensor, v: Tensor, rotation: Rotation | None, num_heads: int, layer: int, step: Step
+        self, heads: Tensor, num_heads: int, rotation: Rotation | None, layer: int, step: Step
     ) -> Tensor:
+        num_kv_heads = step.kv.shape[3]
+        qk, v = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
         if rotation is not None:
             qk = rotate(qk, rotation)
         write_kv(step.kv, layer, qk[:, num_heads:], v, step.attention)
@@ -104,9 +106,10 @@ class FusedOps:
         return add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
 
     def rotate_and_store(
-        self, qk: Tensor, v: Tensor, rotation: Rotation | None, num_heads: int, layer: int, step: Step
+        self, heads: Tensor, num_heads: int, rotation: Rotation | None, layer: int, step: Step
     ) -> Tensor:
-        q, k, attention = qk[:, :num_heads], qk[:, num_heads:], step.attention
+        num_kv_heads, attention = step.kv.shape[3], step.attention
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         return rotary_kv(q, k, v, rotation, step.kv, layer, attention.slot_mapping, attention.kv_scales)
 
     def gate(self, x: Tensor, activation: Activation) -> Tensor:
@@ -116,5 +119,49 @@ class FusedOps:
         return grouped.experts(x, gate_up, down, expert_ids, expert_weights)
 
 
+class CpuOps(TorchOps):
+    """Kernels that numba compiles for bfloat16 on a CPU, which read and write memory once. Implements `LayerOps`.
+
+    Raises ModuleNotFoundError without numba.
+    """
+
+    def __init__(self) -> None:
+        from kvern.kernels.gated_activation import cpu as gated_activation
+        from kvern.kernels.rms_norm import cpu as rms_norm
+        from kvern.kernels.rotary_kv import cpu as rotary_kv
+
+        self._norms, self._gates, self._rotations = rms_norm, gated_activation, rotary_kv
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool) -> Tensor:
+        return self._norms.rms_norm(x, weight, eps, unit_offset=unit_offset)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self._norms.add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
+
+    def rotate_and_store(
+        self, heads: Tensor, num_heads: int, rotation: Rotation | None, layer: int, step: Step
+    ) -> Tensor:
+        if step.kv.dtype is not heads.dtype:
+            return super().rotate_and_store(heads, num_heads, rotation, layer, step)
+        return self._rotations.rotary_kv(heads, num_heads, rotation, step.kv, layer, step.attention.slot_mapping)
+
+    def gate(self, x: Tensor, activation: Activation) -> Tensor:
+        return self._gates.gated_activation(x, GatedActivation[activation.name])
+
+
 TORCH_OPS: LayerOps = TorchOps()
 FUSED_OPS: LayerOps = FusedOps()
+
+
+def choose_ops(dtype: torch.dtype, *, device: torch.device, uses_triton: bool) -> LayerOps:
+    """Return the fastest for activations of a type."""
+    if uses_triton:
+        return FUSED_OPS
+    if device.type != "cpu" or dtype is not torch.bfloat16:
+        return TORCH_OPS
+    try:
+        return CpuOps()
+    except ModuleNotFoundError:
+        return TORCH_OPS

@@ -19,7 +19,7 @@ import torch
 
 from kvern.engine.config import EngineConfig
 from kvern.engine.errors import RankLost
-from kvern.engine.plan import Plan, Runner, SampledToken, Submission
+from kvern.engine.plan import Plan, Runner, SampledTokens, Submission
 from kvern.engine.tensor_parallel.group import join, leave
 from kvern.engine.tensor_parallel.messages import PlanWriter, Start
 from kvern.engine.tensor_parallel.shard import Shard
@@ -121,7 +121,7 @@ class _LeadingSubmission:
     submission: Submission
     workers: Workers
 
-    def result(self) -> list[SampledToken]:
+    def result(self) -> SampledTokens:
         with self.workers.guarded():
             return self.submission.result()
 

@@ -10,7 +10,7 @@ _BLOCK = 2048
 """Words that a program copies: 16 KiB of a block of 64-bit words."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_ids_ptr", "destination_ids_ptr"])
 def block_copy_kernel(source_ptr, destination_ptr, source_ids_ptr, destination_ids_ptr, num_words, BLOCK: tl.constexpr):
     """destination[destination_ids[i]] = source[source_ids[i]] for one i and BLOCK words. Without ids, i is the id."""
     index = tl.program_id(0).to(tl.int64)

@@ -6,6 +6,7 @@ programs run. It is the token that the same logits give on a CPU.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "count_tokens",
     "draw",
     "edit_logits",
+    "greatest",
     "token_weights",
 ]
 
@@ -137,6 +139,17 @@ def count_tokens(penalties: Penalties, token_ids: Tensor) -> None:
 
     _check_columns(len(token_ids), index=penalties.index, token_ids=token_ids)
     launch_count(penalties, token_ids)
+
+
+def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's greatest logit, NaN where it holds one, and the lowest id that has it. logits: float32."""
+    if logits.device.type == "cpu":
+        with suppress(ModuleNotFoundError):  # where there is a GPU, numba need not be installed
+            from kvern.kernels.sampling import cpu
+
+            return cpu.greatest(logits)
+    best, token_ids = logits.max(dim=-1)
+    return best, token_ids
 
 
 def token_weights(scaled: Tensor) -> Tensor:

@@ -27,9 +27,9 @@ class EngineSettings(ServiceSettings):
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs of this machine that share the model, or processes on a CPU. Each must get as many heads as the others."""
 
-    quantization: Literal["fp8"] | None = None
-    """fp8: layers' projections in 8 bits, rounded as they are loaded. Needs a GPU of compute capability 9.0 or
-    higher, or on a CPU patience. Default: as the checkpoint has them."""
+    quantization: Literal["fp8", "int8", "int4"] | None = None
+    """Layers' projections in fewer bits, rounded as they are loaded. fp8 needs a GPU of compute capability 9.0 or
+    higher, or on a CPU patience. int8 and int4 are for a CPU. Default: as the checkpoint has them."""
 
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of KV. fp8 holds twice the tokens of 16 bits, on a GPU as above. auto: as the activations."""

@@ -8,11 +8,11 @@ wrong block, one freed too early, or a slot written twice changes the output or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvern.engine.plan import Plan, PlanEntry, PromptLogprobs, SampledToken
+from kvern.engine.plan import DrawError, Plan, PlanEntry, PromptLogprobs, SampledTokens
 from kvern.engine.request import GrammarState, SamplingParams
 
 from .plain_model import VOCAB_SIZE, draw, logprobs_of, scores
@@ -102,7 +102,7 @@ class LazyStep:
         if self._masks is None:
             self._masks = [None if row.grammar is None else _mask(row.grammar) for row in self._rows]
 
-    def result(self) -> list[SampledToken]:
+    def result(self) -> SampledTokens:
         self.finish()
         device, size = self._device, self._device.block_size
         assert self._number == device.num_executed, "steps execute in order"
@@ -115,7 +115,10 @@ class LazyStep:
         for row, truth in zip(self._rows, truths, strict=True):
             self._write(row, truth)
         assert self._masks is not None
-        return [self._read(*each) for each in zip(self._rows, truths, self._masks, strict=True)]
+        sampled = SampledTokens([None] * len(self._rows))
+        for entry, each in enumerate(zip(self._rows, truths, self._masks, strict=True)):
+            self._read(entry, *each, sampled)
+        return sampled
 
     def _truth(self, row: Row) -> tuple[int, ...]:
         if row.end <= len(row.known_token_ids):
@@ -131,19 +134,25 @@ class LazyStep:
         for position in range(max(row.start, row.num_resident_tokens), row.end):
             self._device.slots[self._slot(row, position)] = truth[: position + 1]
 
-    def _read(self, row: Row, truth: tuple[int, ...], allowed: list[bool] | None) -> SampledToken:
+    def _read(
+        self, entry: int, row: Row, truth: tuple[int, ...], allowed: list[bool] | None, sampled: SampledTokens
+    ) -> None:
         if row.request_id in self._device.poisoned:
             self._device.last_sampled.pop(row.request_id, None)
-            return SampledToken(None, error="logits are not numbers", is_corrupt=True)
+            sampled.errors[entry] = DrawError("logits are not numbers", is_corrupt=True)
+            return
         for position in range(row.end):
             held = self._device.slots[self._slot(row, position)]
             assert held == truth[: position + 1], "a block holds another prompt's KV"
-        sampled = SampledToken(None, prompt_logprobs=_predict_prompt(row))
+        prompt_logprobs = _predict_prompt(row)
+        if prompt_logprobs is not None:
+            sampled.prompt_logprobs[entry] = prompt_logprobs
         if not row.samples:
-            return sampled
+            return
         token_id, logprobs = draw(truth, row.num_prompt_tokens, row.sampling, allowed)
-        self._device.last_sampled[row.request_id] = token_id
-        return replace(sampled, token_id=token_id, logprobs=None if row.sampling.logprobs is None else logprobs)
+        self._device.last_sampled[row.request_id] = sampled.token_ids[entry] = token_id
+        if row.sampling.logprobs is not None:
+            sampled.logprobs[entry] = logprobs
 
 
 def _mask(grammar: GrammarState) -> list[bool]:

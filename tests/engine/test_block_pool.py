@@ -95,6 +95,6 @@ def test_check_integrity_of_a_damaged_pool_names_the_damage(damage: str) -> None
     elif damage == "parent":
         pool._forget(pool._blocks[blocks[0]])
     else:
-        pool._free._length += 1
+        pool._free.length += 1
     with pytest.raises(AssertionError):
         pool.check_integrity(tables)

@@ -192,11 +192,11 @@ def test_engine_with_kv_in_fp8_generates_what_its_model_finds_likeliest(
     again = harness.generate(PROMPT, 8)
     assert again.token_ids == outcomes[0].token_ids
     assert again.request.num_cached_tokens == 64
-    model = load(plain, **options)
+    model, rounding = load(plain, **options), 0.1 if dtype == "float32" else 0.25
     for start, outcome in zip((0, 5, 31), outcomes, strict=True):
         logits = logits_of(model, PROMPT[start:] + outcome.token_ids)[-9:-1]
         chosen = logits[torch.arange(8), outcome.token_ids]
-        assert (logits.amax(1) - chosen < 0.1).all()
+        assert (logits.amax(1) - chosen < rounding).all()
 
 
 def test_scales_of_kv_undo_themselves(plain: Path, expected: Tensor) -> None:
@@ -220,8 +220,8 @@ def test_gpu_without_fp8_is_refused_with_its_capability(field: str, capability: 
 
 
 def test_names_that_are_none_are_refused(plain: Path) -> None:
-    with pytest.raises(ConfigError, match="quantization: 'int4' is not fp8"):
-        load(plain, quantization="int4")
+    with pytest.raises(ConfigError, match="quantization: 'int3' is not one of fp8, int8, int4"):
+        load(plain, quantization="int3")
     with pytest.raises(ConfigError, match="kv_cache_dtype: 'int8' is neither auto nor fp8"):
         load(plain, kv_cache_dtype="int8")
 

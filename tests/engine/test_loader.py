@@ -196,6 +196,20 @@ def test_dtype_auto_is_the_checkpoints_and_others_are_honoured(
     assert load(tmp_path, dtype=dtype).dtype == expected
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="weights are not packed")
+@pytest.mark.parametrize("tie_word_embeddings", [False, True])
+def test_weights_in_bfloat16_are_packed_and_held_once(tmp_path: Path, tie_word_embeddings: bool) -> None:
+    """But for a tied embedding, which is looked up in as well."""
+    model = save_tiny(tmp_path, tie_word_embeddings=tie_word_embeddings)
+    loaded = load(tmp_path, dtype="bfloat16")
+    held = {name.rpartition(".")[0].rpartition(".")[2] for name, _ in loaded.module.named_parameters()}
+    assert held == {"embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"}
+    assert loaded.num_parameters == model.num_parameters()
+    copied = model.get_input_embeddings().weight.numel() if tie_word_embeddings else 0
+    assert loaded.weight_bytes == 2 * (model.num_parameters() + copied)
+    torch.testing.assert_close(logits_of(loaded), expected_logits(model), atol=0.3, rtol=0.1)
+
+
 def test_surplus_tensors_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = save_tiny(tmp_path)
     edit_tensors(tmp_path / WEIGHTS, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))

@@ -11,7 +11,7 @@ import torch
 
 from kvern.engine.config import EngineConfig
 from kvern.engine.model.loader import LoadedModel, load_model
-from kvern.engine.plan import Plan, PlanEntry, SampledToken
+from kvern.engine.plan import Plan, PlanEntry, SampledTokens
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.runner import ModelRunner
 from kvern.engine.sampler import RandomRows, sample
@@ -65,16 +65,16 @@ class Driver:
             request.block_ids.append(self.free_blocks.pop())
         return PlanEntry(request, start, count, samples=start + count == request.num_tokens)
 
-    def step(self, entries: list[PlanEntry]) -> list[SampledToken]:
+    def step(self, entries: list[PlanEntry]) -> SampledTokens:
         """Run one step and take in what it sampled."""
         plan = Plan(entries, self.removed_ids)
         self.removed_ids = []
         sampled = self.runner.submit(plan).result()
-        for entry, token in zip(entries, sampled, strict=True):
+        for entry, token_id in zip(entries, sampled.token_ids, strict=True):
             entry.request.num_computed_tokens += entry.num_tokens
-            assert (token.token_id is not None) == entry.samples
-            if token.token_id is not None:
-                entry.request.token_ids.append(token.token_id)
+            assert (token_id is not None) == entry.samples
+            if token_id is not None:
+                entry.request.token_ids.append(token_id)
         return sampled
 
     def remove(self, request: Request) -> None:
@@ -189,7 +189,7 @@ def test_block_that_was_exchanged_is_read_where_it_is_now(tiny: LoadedModel) -> 
 
 def test_step_in_which_nobody_samples_gives_no_tokens(tiny: LoadedModel) -> None:
     driver = Driver(make_runner(tiny))
-    assert driver.step([driver.entry(driver.request(PROMPT), 5)]) == [SampledToken(None)]
+    assert driver.step([driver.entry(driver.request(PROMPT), 5)]) == SampledTokens([None])
 
 
 def test_logits_that_are_no_numbers_fail_their_request_alone(tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(tmp_path: Path) -> 
     [expected] = driver.generate([driver.request(PROMPT[:20])], 1)
     entries = [driver.entry(request) for request in (bad, good, random_bad)]
     sampled = driver.runner.submit(Plan(entries)).result()
-    assert [token.token_id for token in sampled] == [None, expected[0], None]
-    assert [bool(token.error) for token in sampled] == [True, False, True]
-    assert "not finite numbers" in sampled[0].error
+    assert sampled.token_ids == [None, expected[0], None]
+    assert list(sampled.errors) == [0, 2]
+    assert all("not finite numbers" in error.message for error in sampled.errors.values())
 
 
 def test_num_threads_is_what_torch_runs_with(tiny: LoadedModel) -> None:

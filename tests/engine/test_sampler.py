@@ -146,6 +146,20 @@ def test_draws_have_the_distribution_of_the_softmax() -> None:
     assert float(((observed - expected) ** 2 / expected).sum()) < 43.8
 
 
+def test_draw_from_all_tokens_equals_that_with_a_filter_that_leaves_all() -> None:
+    """The first takes one pass over the logits, the second goes step by step."""
+    vocab_size = 5000
+    logits, rows = make_logits(40, vocab_size), list(range(40))
+    params = {"temperature": [0.1 + row / 10 for row in rows], "seed": rows, "output_position": rows}
+    step_by_step = random_rows(rows, top_k=vocab_size, **params)  # type: ignore[arg-type]
+    in_one_pass = random_rows(rows, **params)  # type: ignore[arg-type]
+    assert step_by_step.is_filtered
+    assert not in_one_pass.is_filtered
+    expected = sample(logits.clone(), step_by_step).token_ids
+    assert torch.equal(sample(logits, in_one_pass).token_ids, expected)
+    assert len(expected.unique()) > 20
+
+
 def test_draws_of_other_seeds_and_positions_differ() -> None:
     logits = torch.zeros(1, 100_000)
     assert draws(logits, 8, seed=5) == draws(logits, 8, seed=5)

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kvern.engine.device_copy import PinnedRing
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.sampler import sample
 from kvern.engine.sampling_state import SampledRows, SamplingState
@@ -55,7 +56,8 @@ CASES: dict[str, tuple[SamplingParams, list[LogitsProcessor]]] = {
 def count_draws(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Draw COUNT times from one row of logits, each time with another seed."""
     request = Request(0, PROMPT, len(PROMPT), sampling, StoppingParams(9))
-    state = SamplingState(torch.tensor([PROMPT], dtype=torch.int32), VOCAB_SIZE, frozenset())
+    token_ids = torch.tensor([PROMPT], dtype=torch.int32)
+    state = SamplingState(token_ids, VOCAB_SIZE, frozenset(), PinnedRing(token_ids.device, 1))
     state.add(0, request)
     inputs = state.select(SampledRows([request], [0], [0], [len(PROMPT)]))
     edited = logits[None].clone()

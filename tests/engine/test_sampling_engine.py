@@ -13,7 +13,7 @@ from kvern.engine import runner
 from kvern.engine.block_pool import BlockPool
 from kvern.engine.config import EngineConfig
 from kvern.engine.model.loader import LoadedModel
-from kvern.engine.plan import PromptLogprobs, SampledToken, TokenLogprobs
+from kvern.engine.plan import PromptLogprobs, SampledTokens, TokenLogprobs
 from kvern.engine.request import FinishReason, Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler, SchedulerConfig
 from kvern.engine.startup import build_engine
@@ -231,8 +231,8 @@ def test_prompt_logprobs_of_a_prompt_computed_again_are_passed_on_once() -> None
     items = [TokenLogprobs(-1.0, rank) for rank in range(1, 20)]
     passed_on = []
     for start, end in ((0, 5), (2, 8), (0, 19)):
-        token = SampledToken(None, prompt_logprobs=PromptLogprobs(0, start + 1, items[start:end]))
-        result = scheduler.commit(scheduler.schedule(), [token])
+        told = PromptLogprobs(0, start + 1, items[start:end])
+        result = scheduler.commit(scheduler.schedule(), SampledTokens([None], prompt_logprobs={0: told}))
         passed_on += [(told.start, [item.rank for item in told.items]) for told in result.prompt_logprobs]
     assert passed_on == [(1, [1, 2, 3, 4, 5]), (6, [6, 7, 8]), (9, list(range(9, 20)))]
 

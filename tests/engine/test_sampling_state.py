@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvern.engine.device_copy import PinnedRing
 from kvern.engine.logits_processors import TokenBitmask
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.sampler import sample
@@ -33,7 +34,7 @@ class Batch:
     def __post_init__(self) -> None:
         self.slots = random.Random(1).sample(range(len(self.requests) + 3), len(self.requests))
         self.token_ids = torch.full((len(self.requests) + 3, MAX_LEN + 1), 5, dtype=torch.int32)
-        self.state = SamplingState(self.token_ids, VOCAB_SIZE, EOS)
+        self.state = SamplingState(self.token_ids, VOCAB_SIZE, EOS, PinnedRing(self.token_ids.device, 1))
         for request, slot in zip(self.requests, self.slots, strict=True):
             self.token_ids[slot, : request.num_tokens] = torch.tensor(request.token_ids, dtype=torch.int32)
             self.state.add(slot, request)

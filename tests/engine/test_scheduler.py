@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from kvern.engine.errors import RequestRefused
-from kvern.engine.request import FinishReason, RequestStatus
+from kvern.engine.request import FinishReason, RequestStatus, SamplingParams
 from kvern.engine.scheduler import Policy
 
-from .plain_model import expected_output
+from .plain_model import expected_output, logprobs_of, scores
 from .scheduler_harness import BLOCK_SIZE, Engine
 
 
@@ -18,6 +18,18 @@ def test_step_many_prompts_share_the_token_budget_in_order_of_arrival() -> None:
     assert [entry.num_tokens for entry in plan.entries] == [6, 4]
     plan, _ = engine.step()
     assert [entry.num_tokens for entry in plan.entries] == [1, 2, 6]
+
+
+def test_logprobs_of_a_token_beside_a_prompt_that_brings_none_are_told_with_it() -> None:
+    engine = Engine(num_blocks=40, max_num_batched_tokens=40, max_model_len=120)
+    engine.add(list(range(100)))
+    told = engine.add([5], sampling=SamplingParams(logprobs=1))
+    engine.run()
+    expected = expected_output([5], 4)
+    assert engine.outputs[told.request_id] == expected
+    assert engine.logprobs[told.request_id] == [
+        logprobs_of(scores([5, *expected[:place]]), token_id) for place, token_id in enumerate(expected)
+    ]
 
 
 def test_chunked_prompt_samples_only_at_its_end() -> None:

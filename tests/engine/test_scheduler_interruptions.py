@@ -9,7 +9,7 @@ from kvern.engine.block_hash import extend_digests
 from kvern.engine.request import FinishReason
 from kvern.engine.scheduler import Policy
 
-from .plain_model import expected_output
+from .plain_model import PlainGrammar, expected_output
 from .scheduler_harness import BLOCK_SIZE, Engine
 
 
@@ -73,6 +73,27 @@ def test_choices_share_the_prompt_and_copy_its_partial_block(
     # One prompt, the last prompt token again for three choices, and five decodes each.
     assert engine.runner.num_computed_tokens == length + 3 + 4 * 5
     assert engine.runner.num_copies == (3 if length % BLOCK_SIZE else 0)
+
+
+def test_choice_left_alone_with_a_cached_block_does_not_write_into_it() -> None:
+    """The first choice had filled the block before the other one came to share its beginning."""
+    engine = Engine(max_num_seqs=2)
+    engine.add([9], max_tokens=3)  # keeps the other choice from running
+    first = engine.add([1, 2], max_tokens=5, n=2)
+    other = engine.scheduler._requests[first.request_id + 1]
+    other.grammar = PlainGrammar(9)  # so that it draws other tokens
+    for _ in range(4):
+        engine.step()
+    assert other.block_ids == first.block_ids[:1]
+    engine.scheduler.park(other.request_id)
+    while first.request_id not in engine.ended:
+        engine.step()
+    engine.scheduler.unpark(other.request_id)
+    engine.run()
+    assert engine.outputs[other.request_id] != engine.outputs[first.request_id]
+    again = engine.add([1, 2, *engine.outputs[first.request_id]])
+    engine.run()
+    assert engine.cached[again.request_id] == BLOCK_SIZE
 
 
 def test_aborted_first_choice_leaves_the_others_whole() -> None:

@@ -122,10 +122,10 @@ def generate(model: LoadedModel, num_tokens: int, chunk: int, prompt: list[int] 
             while len(request.block_ids) * _BLOCK_SIZE < start + count:
                 request.block_ids.append(free_blocks.pop())
             entries.append(PlanEntry(request, start, count, samples=start + count == request.num_tokens))
-        for entry, token in zip(entries, runner.submit(Plan(entries)).result(), strict=True):
+        for entry, token_id in zip(entries, runner.submit(Plan(entries)).result().token_ids, strict=True):
             entry.request.num_computed_tokens += entry.num_tokens
-            if token.token_id is not None:
-                entry.request.token_ids.append(token.token_id)
+            if token_id is not None:
+                entry.request.token_ids.append(token_id)
     return requests[0].token_ids[len(prompt) :]
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from kvern.supervisor.log_lines import last_event, last_words, render
+from kvern.supervisor.log_lines import News, last_news, last_words, render
 
 LOADING = json.dumps(
     {
         "event": "loading",
         "progress": 0.5,
+        "what": "reading layer 3",
         "level": "info",
         "timestamp": "2030-01-02T03:04:05.678901Z",
         "service": "engine",
@@ -20,7 +21,7 @@ CRITICAL = json.dumps({"event": "model: no such file", "level": "critical", "log
 
 
 def test_json_line_renders_as_time_level_event_and_rest() -> None:
-    assert render(LOADING).split() == ["03:04:05.678", "info", "loading", "progress=0.5"]
+    assert render(LOADING).split() == ["03:04:05.678", "info", "loading", "progress=0.5", "what=reading", "layer", "3"]
 
 
 def test_line_that_is_no_json_renders_as_it_is() -> None:
@@ -41,8 +42,10 @@ def test_last_words_without_critical_event_are_the_tail(tmp_path: Path) -> None:
     assert len(last_words(log).splitlines()) == 12
 
 
-def test_last_event_is_the_newest_json_line(tmp_path: Path) -> None:
+def test_last_news_are_of_the_newest_json_line(tmp_path: Path) -> None:
     log = tmp_path / "engine-0.log"
-    assert last_event(log) == ""
+    assert last_news(log) == News("")
     log.write_text(f"{CRITICAL}\n{LOADING}\nplain\n")
-    assert last_event(log) == "loading progress=0.5"
+    assert last_news(log) == News("reading layer 3", share_done=0.5)
+    log.write_text(f"{LOADING}\n{CRITICAL}\n")
+    assert last_news(log) == News("model: no such file")

@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from rich.console import Console
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
 from kvern.supervisor.addresses import Address, AddressError, parse_address
 
 if TYPE_CHECKING:
     from kvern.supervisor.local_set import LocalSet
+    from kvern.supervisor.log_lines import News
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _SPINNER_WIDTH = 3
+_BAR_WIDTH = 24
 
 _NEEDED = ("torch", "pydantic_settings", "grpc_health", "structlog", "transformers", "uvicorn")
 
@@ -98,7 +102,10 @@ def local_set(
 
 
 class Progress:
-    """Shows what happens to a set: a spinner while it starts on a terminal, lines elsewhere and afterwards."""
+    """Shows what happens to a set: a spinner while it starts on a terminal, lines elsewhere and afterwards.
+
+    Where the engine tells how far it is with what it does, that is a bar beside the spinner.
+    """
 
     def __init__(self, console: Console, on_ready: Callable[[], None]) -> None:
         self._console = console
@@ -115,9 +122,12 @@ class Progress:
     ) -> None:
         self._status.stop()
 
-    def waiting(self, names: Sequence[str], news: str) -> None:
-        text = f"waiting for {', '.join(names)}: {news}".removesuffix(": ")
-        self._status.update(text[: self._console.width - _SPINNER_WIDTH])
+    def waiting(self, names: Sequence[str], news: News) -> None:
+        text = f"waiting for {', '.join(names)}: {news.text}".removesuffix(": ")
+        if news.share_done is None:
+            self._status.update(text[: self._console.width - _SPINNER_WIDTH])
+        else:
+            self._status.update(_beside_bar(text, news.share_done))
 
     def process_ready(self, name: str) -> None:
         if self.is_ready or not self._console.is_terminal:
@@ -133,3 +143,11 @@ class Progress:
 
     def draining(self) -> None:
         self._console.print("draining; Ctrl-C again ends it at once")
+
+
+def _beside_bar(text: str, share_done: float) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    for _ in range(3):
+        grid.add_column(no_wrap=True)
+    grid.add_row(ProgressBar(total=1.0, completed=share_done, width=_BAR_WIDTH), f"{share_done:4.0%}", text)
+    return grid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,23 @@ def tail(path: Path) -> list[str]:
         return []
 
 
-def last_event(path: Path) -> str:
-    """Return what the newest event in a log file says, empty if there is none."""
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a process is at."""
+
+    text: str
+    share_done: float | None = None
+    """0 to 1. None: it does not say."""
+
+
+def last_news(path: Path) -> News:
+    """Return what the newest event in a log file says, nothing if there is none."""
     events = [event for event in map(parse, tail(path)) if event is not None]
-    return describe(events[-1]) if events else ""
+    if not events:
+        return News("")
+    if "progress" in events[-1]:
+        return News(str(events[-1]["what"]), float(events[-1]["progress"]))
+    return News(describe(events[-1]))
 
 
 def last_words(path: Path) -> str:

@@ -23,8 +23,8 @@ class StartFailed(Exception):
 class Observer(Protocol):
     """Is told what happens, in the supervisor's thread."""
 
-    def waiting(self, names: Sequence[str], news: str) -> None:
-        """These are not ready yet; `news` is the newest event of an engine that is not, for it takes longest."""
+    def waiting(self, names: Sequence[str], news: log_lines.News) -> None:
+        """These are not ready yet; `news` is of an engine that is not, for it takes longest."""
 
     def process_ready(self, name: str) -> None: ...
 
@@ -77,7 +77,7 @@ class Supervisor:
             self._probe(process)
         waiting = [process for process in self._processes if not process.ready]
         engine_logs = [process.log_path for process in waiting if process.name.startswith("engine")]
-        news = log_lines.last_event(engine_logs[0]) if engine_logs else ""
+        news = log_lines.last_news(engine_logs[0]) if engine_logs else log_lines.News("")
         self._observer.waiting([process.name for process in waiting], news)
 
     def _keep_alive(self) -> None:

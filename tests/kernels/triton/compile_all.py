@@ -2,7 +2,8 @@
 
 Each case calls its operation's launcher, so that Triton specializes kernels as in a step: divisibility of strides and
 alignment of pointers included. Only the launch itself is left out. Run it as
-`python -m tests.kernels.triton.compile_all [--json FILE] [--arch 90 ...] [--only TEXT]`.
+`python -m tests.kernels.triton.compile_all [--json FILE] [--arch 90 ...] [--only TEXT] [--once]`, with another Triton
+first on PYTHONPATH to see what that one makes of them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -85,26 +87,23 @@ class StubDriver:
         return {"multiprocessor_count": MULTIPROCESSORS[arch], "max_shared_mem": MAX_SHARED_BYTES[arch]}
 
 
-def chosen_cases(only: str) -> list[LaunchCase]:
-    """Return the cases of all operations, those whose "operation: name, type" holds a text."""
-    return [case for name, case in find_cases().items() if only in name]
-
-
-def compile_case(case: LaunchCase, arch: int) -> list[Resources]:
-    """Call a case's launcher, and return what the kernels it would have launched take."""
+def compile_case(case: LaunchCase, arch: int, skipped: Container[str] = ()) -> list[Resources]:
+    """Call a case's launcher, and return what the kernels it would have launched take. skipped: names of kernels."""
     driver.set_active(StubDriver(ARCHITECTURES.index(arch)))
     compiled: list[tuple[Any, dict[str, str]]] = []
-    with recorded_launches(compiled):
+    with recorded_launches(compiled, skipped):
         case.launch(torch.device("cpu"))
     return [measure(case, arch, *each) for each in compiled]
 
 
 @contextlib.contextmanager
-def recorded_launches(compiled: list[tuple[Any, dict[str, str]]]) -> Iterator[None]:
+def recorded_launches(compiled: list[tuple[Any, dict[str, str]]], skipped: Container[str]) -> Iterator[None]:
     """Compile where there would be a launch. Gives each kernel with its constants."""
     run, make_cubin = JITFunction.run, CUDABackend.make_cubin
 
     def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if self.__name__ in skipped:
+            return None
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         if all(kernel is not known for known, _ in compiled):
             compiled.append((kernel, {name: str(value) for name, value in options.items() if name.isupper()}))
@@ -154,10 +153,33 @@ def _find(pattern: str, text: str) -> str:
     return found[1]
 
 
-def compile_job(only: str, job: tuple[int, int]) -> list[Resources]:
-    """Compile one case for one architecture. job: the case's index, and the architecture."""
-    index, arch = job
-    return compile_case(chosen_cases(only)[index], arch)
+Job = tuple[list[str], int]
+"""Names of cases, and an architecture."""
+
+
+def make_jobs(architectures: list[int], only: str, once: bool) -> list[Job]:
+    """Return the cases whose "operation: name, type" holds a text, one a job, or where once an operation's in one."""
+    names = [name for name in find_cases() if only in name]
+    groups = [list(group) for _, group in groupby(names, key=_operation if once else None)]
+    return [(group, arch) for group in groups for arch in architectures]
+
+
+def _operation(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def run_job(once: bool, job: Job) -> list[Resources]:
+    """Compile cases for one architecture. once: each kernel in the first of them, and in the first with fp8."""
+    names, arch = job
+    cases = [case for name, case in find_cases().items() if name in names and arch >= case.min_architecture]
+    found: list[Resources] = []
+    known: dict[bool, set[str]] = {False: set(), True: set()}
+    for case in cases:
+        seen = known[case.dtype.itemsize == 1]
+        resources = compile_case(case, arch, seen if once else ())
+        seen |= {each.kernel for each in resources}
+        found += resources
+    return found
 
 
 def use_cache_within(folder: str) -> None:
@@ -165,19 +187,13 @@ def use_cache_within(folder: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)
 
 
-def compile_all(architectures: list[int], only: str = "") -> list[Resources]:
-    """Compile all cases, on all cores, into fresh caches."""
-    jobs = [
-        (index, arch)
-        for index, case in enumerate(chosen_cases(only))
-        for arch in architectures
-        if arch >= case.min_architecture
-    ]
+def compile_all(architectures: list[int], only: str = "", once: bool = False) -> list[Resources]:
+    """Compile cases, on all cores, into fresh caches. Arguments as in `make_jobs` and `run_job`."""
     with (
         tempfile.TemporaryDirectory() as folder,
         multiprocessing.get_context("fork").Pool(initializer=use_cache_within, initargs=(folder,)) as pool,
     ):
-        found = pool.map(partial(compile_job, only), jobs, chunksize=1)
+        found = pool.map(partial(run_job, once), make_jobs(architectures, only, once), chunksize=1)
     return list(dict.fromkeys(each for resources in found for each in resources))
 
 
@@ -199,8 +215,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file to write the table to")
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--only", default="", help="compile cases whose 'operation: name, type' holds this text")
+    parser.add_argument("--once", action="store_true", help="compile each kernel in one case, and in one with fp8")
     arguments = parser.parse_args()
-    resources = compile_all(arguments.arch, arguments.only)
+    resources = compile_all(arguments.arch, arguments.only, arguments.once)
     print(f"Triton {triton.__version__}, torch {torch.__version__}")
     print_table(resources)
     for each in filter(is_at_fault, resources):

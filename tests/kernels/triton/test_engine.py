@@ -12,12 +12,16 @@ from torch import Tensor
 from kvern.engine.config import EngineConfig
 from kvern.engine.core import Add, EngineCore, Output, Stop
 from kvern.engine.cuda_graphs import Program
+from kvern.engine.device_copy import PinnedRing
+from kvern.engine.gpu_memory import run_under_grammar
+from kvern.engine.logits_processors import TokenBitmask
 from kvern.engine.model.loader import LoadedModel
 from kvern.engine.model.ops import FusedOps
 from kvern.engine.plan import Plan, StepResult, Submission
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.runner import ModelRunner
 from kvern.engine.startup import Engine, build_engine
+from kvern.kernels.block_copy import copy_blocks
 from tests.engine import tiny_models
 from tests.engine.test_no_host_reads import HostReadsForbidden
 from tests.engine.tiny_llama import PROMPT, load, save_tiny
@@ -50,28 +54,46 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load(path)
 
 
-def forbid_host_reads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have launching a step fail where it reads from the device."""
+def forbid_host_reads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Have launching a step fail where it reads from the device. Returns where to find the steps."""
     submit = engine.runner.submit
+    steps: list[Plan] = []
 
     def guarded(plan: Plan) -> Submission:
+        steps.append(plan)
         with HostReadsForbidden():
             return submit(plan)
 
     monkeypatch.setattr(engine.runner, "submit", guarded)
+    return steps
 
 
-def make_engine(model: LoadedModel, backend: str, **options: Any) -> Engine:
-    settings = EngineConfig(
+def count_turns(monkeypatch: pytest.MonkeyPatch) -> list[PinnedRing]:
+    """Return where rings are told of that go on in their next buffer."""
+    turned: list[PinnedRing] = []
+    turn = PinnedRing.turn
+
+    def recorded(ring: PinnedRing) -> None:
+        turned.append(ring)
+        turn(ring)
+
+    monkeypatch.setattr(PinnedRing, "turn", recorded)
+    return turned
+
+
+def settings_of(backend: str) -> EngineConfig:
+    return EngineConfig(
         model_path=Path("unread"),
         attention_backend=backend,
         num_blocks=12,
         max_model_len=64,
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
-        **options,
     )
-    return build_engine(model, settings)
+
+
+def make_engine(model: LoadedModel, backend: str) -> Engine:
+    return build_engine(model, settings_of(backend))
 
 
 def replay_in_pieces(program: Program) -> Program:
@@ -133,8 +155,9 @@ def test_eight_steps_on_kernels_give_the_tokens_of_the_cpu_path(
     assert [len(tokens) for tokens in expected.values()] == [6, 7, 8]
     engine = make_engine(llama, "triton")
     assert engine.capacity.attention_backend == "triton"
-    forbid_host_reads(engine, monkeypatch)
+    steps, turned = forbid_host_reads(engine, monkeypatch), count_turns(monkeypatch)
     assert generate(engine, make_requests(3, max_tokens=6), depth=1) == expected
+    assert len(turned) == sum(map(bool, steps)), "a step's numbers were not in a buffer of its own"
 
 
 def test_steps_filled_up_to_buckets_give_the_same_tokens(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +174,60 @@ def test_steps_filled_up_to_buckets_give_the_same_tokens(llama: LoadedModel, mon
 def with_grammar(requests: list[Request]) -> list[Request]:
     requests[1].grammar = AllowOdd()
     return requests
+
+
+def test_forks_copy_the_block_they_share_in_part(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three choices of one prompt, which ends within a block."""
+    copied: list[int] = []
+
+    def record(kv: Tensor, sources: Tensor, destinations: Tensor) -> None:
+        copied.append(len(sources))
+        copy_blocks(kv, sources, destinations)
+
+    monkeypatch.setattr("kvern.engine.runner.copy_blocks", record)
+    expected = generate(make_engine(llama, "auto"), make_choices(3))
+    assert copied == []
+    assert generate(make_engine(llama, "triton"), make_choices(3)) == expected
+    assert copied == [2]
+
+
+def make_choices(count: int) -> list[Request]:
+    first = Request(0, PROMPT[:21], 21, SamplingParams(1.0, seed=3), StoppingParams(3, ignore_eos=True))
+    forks = [
+        Request(
+            number, PROMPT[:21], 21, SamplingParams(1.0, seed=3 + number), first.stopping, choice=number, fork_of=first
+        )
+        for number in range(1, count)
+    ]
+    return [first, *forks]
+
+
+def test_a_block_that_is_copied_from_and_to_is_copied_in_order(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was given up after it was to be read: programs of one launch might write it first."""
+    runner = make_engine(llama, "triton").runner
+    assert isinstance(runner, ModelRunner)
+    copied: list[tuple[list[int], list[int]]] = []
+    monkeypatch.setattr(
+        "kvern.engine.runner.copy_blocks",
+        lambda _, sources, destinations: copied.append((sources.tolist(), destinations.tolist())),
+    )
+    runner._copy_blocks([(1, 2), (3, 4)])
+    runner._copy_blocks([(5, 6), (7, 5)])
+    assert copied == [([1, 3], [2, 4]), ([5], [6]), ([7], [5])]
+
+
+def test_warm_up_masks_a_step_that_is_sampled_piece_by_piece(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mask is a kernel of its own, which must not be compiled while requests wait."""
+    masked: list[int] = []
+    monkeypatch.setattr(TokenBitmask, "apply", lambda mask, logits: masked.append(len(mask.rows)))
+    engine = make_engine(llama, "triton")
+    for _ in range(2):  # a request that stayed would be known already
+        run_under_grammar(engine.runner, settings_of("triton"))
+    assert masked == [1, 1]
 
 
 def test_what_fills_up_a_step_reaches_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

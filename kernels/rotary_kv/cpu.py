@@ -1,0 +1,104 @@
+"""Rotation and KV write in bfloat16 on a CPU, compiled by numba."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvern.kernels.cpu import bfloats, compiled, integers, rounded, threads_for, widened
+
+
+def rotary_kv(
+    heads: Tensor, num_heads: int, rotation: tuple[Tensor, Tensor] | None, kv: Tensor, layer: int, slots: Tensor
+) -> Tensor:
+    """Return the rotated queries, and store keys and values.
+
+    heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries, keys and values, contiguous; kv: bfloat16; the
+    rest as in the launcher.
+    """
+    num_tokens, _, head_dim = heads.shape
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.bfloat16)
+    cos, sin = (0, 0) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
+    block_stride, layer_stride, part_stride, head_stride, _, _ = kv.stride()
+    num_threads = threads_for(heads.numel())
+    (_rotate_on_one_thread if num_threads == 1 else _rotate)(
+        heads.data_ptr(),
+        cos,
+        sin,
+        out.data_ptr(),
+        slots.data_ptr(),
+        kv.data_ptr() + 2 * layer * layer_stride,
+        2 * block_stride,
+        2 * part_stride,
+        2 * head_stride,
+        num_tokens,
+        num_heads,
+        kv.shape[3],
+        kv.shape[4],
+        head_dim,
+        0 if rotation is None else rotation[0].shape[2],
+        num_threads,
+    )
+    return out
+
+
+@compiled
+def _rotate_head(source, destination, cosines, sines, head_dim):  # type: ignore[no-untyped-def]
+    """Write x * cos + swapped x * sin. source, destination: addresses; cosines, sines: [rotary_dim] float32."""
+    x, out = bfloats(source, head_dim), bfloats(destination, head_dim)
+    half = len(cosines) // 2
+    for dim in range(half):
+        out[dim] = rounded(widened(x[dim]) * cosines[dim] + widened(x[half + dim]) * sines[dim])
+    for dim in range(half, 2 * half):
+        out[dim] = rounded(widened(x[dim]) * cosines[dim] + widened(x[dim - half]) * sines[dim])
+    for dim in range(2 * half, head_dim):
+        out[dim] = x[dim]
+
+
+@compiled
+def _rotate_tokens(  # type: ignore[no-untyped-def]
+    heads, cos, sin, out, slots, kv, block_stride, part_stride, head_stride,
+    begin, end, num_heads, num_kv_heads, block_size, head_dim, rotary_dim,
+):  # fmt: skip
+    """Do tokens [begin, end). Addresses, and strides in bytes; kv: of the layer in block 0."""
+    cosines, sines = np.empty(rotary_dim, dtype=np.float32), np.empty(rotary_dim, dtype=np.float32)
+    head_bytes = 2 * head_dim
+    slot_of = integers(slots, end)
+    for token in range(begin, end):
+        cosine_bits, sine_bits = (
+            bfloats(cos + 2 * token * rotary_dim, rotary_dim),
+            bfloats(sin + 2 * token * rotary_dim, rotary_dim),
+        )
+        for dim in range(rotary_dim):
+            cosines[dim], sines[dim] = widened(cosine_bits[dim]), widened(sine_bits[dim])
+        source = heads + token * (num_heads + 2 * num_kv_heads) * head_bytes
+        for head in range(num_heads):
+            destination = out + (token * num_heads + head) * head_bytes
+            _rotate_head(source + head * head_bytes, destination, cosines, sines, head_dim)
+        if slot_of[token] >= 0:
+            keys, values = source + num_heads * head_bytes, source + (num_heads + num_kv_heads) * head_bytes
+            block, offset = slot_of[token] // block_size, slot_of[token] % block_size
+            destination = kv + block * block_stride + offset * head_bytes
+            for head in range(num_kv_heads):
+                _rotate_head(keys + head * head_bytes, destination, cosines, sines, head_dim)
+                stored = bfloats(destination + part_stride, head_dim)
+                stored[:] = bfloats(values + head * head_bytes, head_dim)
+                destination += head_stride
+
+
+def _rotate_all(  # type: ignore[no-untyped-def]
+    heads, cos, sin, out, slots, kv, block_stride, part_stride, head_stride,
+    num_tokens, num_heads, num_kv_heads, block_size, head_dim, rotary_dim, num_threads,
+):  # fmt: skip
+    for thread in numba.prange(num_threads):
+        _rotate_tokens(
+            heads, cos, sin, out, slots, kv, block_stride, part_stride, head_stride,
+            thread * num_tokens // num_threads, (thread + 1) * num_tokens // num_threads,
+            num_heads, num_kv_heads, block_size, head_dim, rotary_dim,
+        )  # fmt: skip
+
+
+_rotate = compiled(_rotate_all, parallel=True)
+_rotate_on_one_thread = compiled(_rotate_all)
