@@ -29,7 +29,11 @@ _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(coefficient) for coefficient in _COEF
 
 
 def compiled(function: Any, **options: Any) -> Any:
-    """Compile a function. Nothing fuses: every product and every sum is rounded, in whatever loop."""
+    """Compile a function. Nothing fuses: every product and every sum is rounded, in whatever loop.
+
+    What was compiled before is found by where a function is written, not by its options, nor by what it calls in other
+    files: none is compiled both with `parallel` and without.
+    """
     options = {"nogil": True, "error_model": "numpy"} | options
     try:
         return numba.njit(cache=True, **options)(function)

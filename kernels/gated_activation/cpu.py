@@ -19,8 +19,11 @@ def gated_activation(x: Tensor, activation: GatedActivation) -> Tensor:
     num_tokens, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=torch.bfloat16)
     num_threads = threads_for(num_tokens * size)
-    kernels = _SILU if activation is GatedActivation.SILU else _GELU
-    kernels[num_threads > 1](x.data_ptr(), out.data_ptr(), num_tokens, size, num_threads)
+    gate_rows, gate = _SILU if activation is GatedActivation.SILU else _GELU
+    if num_threads == 1:
+        gate_rows(x.data_ptr(), out.data_ptr(), 0, num_tokens, size)
+    else:
+        gate(x.data_ptr(), out.data_ptr(), num_tokens, size, num_threads)
     return out
 
 
@@ -59,6 +62,6 @@ def _gelu_all(x, out, num_tokens, size, num_threads):  # type: ignore[no-untyped
         _gelu_rows(x, out, thread * num_tokens // num_threads, (thread + 1) * num_tokens // num_threads, size)
 
 
-_SILU = (compiled(_silu_all), compiled(_silu_all, parallel=True))
-_GELU = (compiled(_gelu_all), compiled(_gelu_all, parallel=True))
+_SILU = (_silu_rows, compiled(_silu_all, parallel=True))
+_GELU = (_gelu_rows, compiled(_gelu_all, parallel=True))
 """On one thread, and on several."""

@@ -169,24 +169,36 @@ def _multiply_block(x, x_stride, num_tokens, weights, num_inputs, bias, out, out
         _multiply_tile(1, x, x_stride, weights, num_inputs, bias, out, out_stride)
 
 
-def _multiply_all(x, num_tokens, weights, num_inputs, num_outputs, bias, out, num_threads):  # type: ignore[no-untyped-def]
-    """Write x @ weights.T + bias: [num_tokens, num_outputs]. Addresses of contiguous arrays; bias: 0 for none."""
+@compiled
+def _multiply_units(x, num_tokens, weights, num_inputs, num_outputs, bias, out, begin, end):  # type: ignore[no-untyped-def]
+    """Multiply units [begin, end): a block of weights with a chunk of the tokens each."""
     num_chunks = -(-num_tokens // _CHUNK)
-    num_units = num_outputs // WIDTH * num_chunks
+    for unit in range(begin, end):
+        block, first = unit // num_chunks, unit % num_chunks * _CHUNK
+        _multiply_block(
+            x + 2 * first * num_inputs,
+            2 * num_inputs,
+            min(_CHUNK, num_tokens - first),
+            weights + block * 2 * WIDTH * num_inputs,
+            num_inputs,
+            bias + block * 2 * WIDTH if bias else 0,
+            out + 2 * (first * num_outputs + block * WIDTH),
+            2 * num_outputs,
+        )
+
+
+@compiled
+def multiply_on_one_thread(x, num_tokens, weights, num_inputs, num_outputs, bias, out):  # type: ignore[no-untyped-def]
+    """Write x @ weights.T + bias: [num_tokens, num_outputs]. Addresses of contiguous arrays; bias: 0 for none."""
+    num_units = num_outputs // WIDTH * -(-num_tokens // _CHUNK)
+    _multiply_units(x, num_tokens, weights, num_inputs, num_outputs, bias, out, 0, num_units)
+
+
+def _multiply_all(x, num_tokens, weights, num_inputs, num_outputs, bias, out, num_threads):  # type: ignore[no-untyped-def]
+    num_units = num_outputs // WIDTH * -(-num_tokens // _CHUNK)
     for thread in numba.prange(num_threads):
-        for unit in range(thread * num_units // num_threads, (thread + 1) * num_units // num_threads):
-            block, first = unit // num_chunks, unit % num_chunks * _CHUNK
-            _multiply_block(
-                x + 2 * first * num_inputs,
-                2 * num_inputs,
-                min(_CHUNK, num_tokens - first),
-                weights + block * 2 * WIDTH * num_inputs,
-                num_inputs,
-                bias + block * 2 * WIDTH if bias else 0,
-                out + 2 * (first * num_outputs + block * WIDTH),
-                2 * num_outputs,
-            )
+        begin, end = thread * num_units // num_threads, (thread + 1) * num_units // num_threads
+        _multiply_units(x, num_tokens, weights, num_inputs, num_outputs, bias, out, begin, end)
 
 
 multiply = compiled(_multiply_all, parallel=True)
-multiply_on_one_thread = compiled(_multiply_all)

@@ -34,22 +34,14 @@ def add_rms_norm(
 
 def _launch(x: Tensor, residual: int, weight: Tensor, out: Tensor, total: int, eps: float, unit_offset: bool) -> None:
     shape, strides = x.shape, x.stride()
+    num_heads = shape[1] if len(shape) == 3 else 1
+    addresses = (x.data_ptr(), 2 * strides[0], 2 * strides[-2], residual, weight.data_ptr(), out.data_ptr(), total)
+    num_rows, rest = shape[0] * num_heads, (num_heads, shape[-1], eps, 1.0 if unit_offset else 0.0)
     num_threads = threads_for(x.numel())
-    (_norm_on_one_thread if num_threads == 1 else _norm)(
-        x.data_ptr(),
-        2 * strides[0],
-        2 * strides[-2],
-        residual,
-        weight.data_ptr(),
-        out.data_ptr(),
-        total,
-        shape[0],
-        shape[1] if len(shape) == 3 else 1,
-        shape[-1],
-        eps,
-        1.0 if unit_offset else 0.0,
-        num_threads,
-    )
+    if num_threads == 1:
+        _norm_rows(*addresses, 0, num_rows, *rest)
+    else:
+        _norm(*addresses, num_rows, *rest, num_threads)
 
 
 @compiled
@@ -93,13 +85,11 @@ def _norm_rows(x, x_stride, x_head_stride, residual, weight, out, total, begin, 
 
 
 def _norm_all(  # type: ignore[no-untyped-def]
-    x, x_stride, x_head_stride, residual, weight, out, total, num_tokens, num_heads, size, eps, offset, num_threads
+    x, x_stride, x_head_stride, residual, weight, out, total, num_rows, num_heads, size, eps, offset, num_threads
 ):
-    num_rows = num_tokens * num_heads
     for thread in numba.prange(num_threads):
         begin, end = thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads
         _norm_rows(x, x_stride, x_head_stride, residual, weight, out, total, begin, end, num_heads, size, eps, offset)
 
 
 _norm = compiled(_norm_all, parallel=True)
-_norm_on_one_thread = compiled(_norm_all)

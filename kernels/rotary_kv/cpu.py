@@ -22,25 +22,15 @@ def rotary_kv(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.bfloat16)
     cos, sin = (0, 0) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
     block_stride, layer_stride, part_stride, head_stride, _, _ = kv.stride()
+    addresses = (heads.data_ptr(), cos, sin, out.data_ptr(), slots.data_ptr(), kv.data_ptr() + 2 * layer * layer_stride)
+    strides = (2 * block_stride, 2 * part_stride, 2 * head_stride)
+    rotary_dim = 0 if rotation is None else rotation[0].shape[2]
+    sizes = (num_heads, kv.shape[3], kv.shape[4], head_dim, rotary_dim)
     num_threads = threads_for(heads.numel())
-    (_rotate_on_one_thread if num_threads == 1 else _rotate)(
-        heads.data_ptr(),
-        cos,
-        sin,
-        out.data_ptr(),
-        slots.data_ptr(),
-        kv.data_ptr() + 2 * layer * layer_stride,
-        2 * block_stride,
-        2 * part_stride,
-        2 * head_stride,
-        num_tokens,
-        num_heads,
-        kv.shape[3],
-        kv.shape[4],
-        head_dim,
-        0 if rotation is None else rotation[0].shape[2],
-        num_threads,
-    )
+    if num_threads == 1:
+        _rotate_tokens(*addresses, *strides, 0, num_tokens, *sizes)
+    else:
+        _rotate(*addresses, *strides, num_tokens, *sizes, num_threads)
     return out
 
 
@@ -101,4 +91,3 @@ def _rotate_all(  # type: ignore[no-untyped-def]
 
 
 _rotate = compiled(_rotate_all, parallel=True)
-_rotate_on_one_thread = compiled(_rotate_all)

@@ -1,7 +1,7 @@
 """Tokens from logits on a CPU, compiled by numba: one pass over a row where torch takes many.
 
 Measured on one core of an AMD EPYC 9004, for 49,152 tokens: weights in 0.019 ms, against 0.11 ms in torch and 0.028 ms
-for torch's softmax alone; FIGURES.
+for torch's softmax alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def token_weights(scaled: Tensor) -> Tensor:
 def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's greatest logit, NaN where it holds one, and the lowest id that has it. logits: float32."""
     best, token_ids = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
-    (_find_several if len(logits) > 1 and num_threads() > 1 else _find_one)(
+    (_find if len(logits) > 1 and num_threads() > 1 else _find_one_by_one)(
         logits.contiguous().numpy(), best.numpy(), token_ids.numpy()
     )
     return best, token_ids
@@ -45,7 +45,7 @@ def draw(logits: Tensor, best: Tensor, rows: Tensor, temperature: Tensor, unifor
     0; rows: [num_drawn] int64; temperature: [num_drawn] float32; uniform: [num_drawn] float64 in [0, 1).
     """
     token_ids = torch.zeros(len(rows), dtype=torch.int64)
-    (_draw_several if len(rows) > 1 and num_threads() > 1 else _draw_one)(
+    (_draw if len(rows) > 1 and num_threads() > 1 else _draw_one_by_one)(
         logits.contiguous().numpy(),
         best.numpy(),
         rows.numpy(),
@@ -105,10 +105,24 @@ def _find_greatest(values):  # type: ignore[no-untyped-def]
     return first
 
 
-def _find_all_greatest(logits, best, token_ids):  # type: ignore[no-untyped-def]
+@compiled
+def _find_row(logits, row, best, token_ids):  # type: ignore[no-untyped-def]
+    token_ids[row] = _find_greatest(logits[row])
+    best[row] = logits[row, token_ids[row]]
+
+
+@compiled
+def _find_one_by_one(logits, best, token_ids):  # type: ignore[no-untyped-def]
+    for row in range(len(logits)):
+        _find_row(logits, row, best, token_ids)
+
+
+def _find_all(logits, best, token_ids):  # type: ignore[no-untyped-def]
     for row in numba.prange(len(logits)):
-        token_ids[row] = _find_greatest(logits[row])
-        best[row] = logits[row, token_ids[row]]
+        _find_row(logits, row, best, token_ids)
+
+
+_find = compiled(_find_all, parallel=True)
 
 
 @compiled
@@ -141,12 +155,22 @@ def _invert(values, greatest, temperature, uniform):  # type: ignore[no-untyped-
         token += 1
 
 
+@compiled
+def _draw_row(logits, best, rows, temperature, uniform, token_ids, place):  # type: ignore[no-untyped-def]
+    row = rows[place]
+    if np.isfinite(best[row]):
+        token_ids[place] = _invert(logits[row], best[row], temperature[place], uniform[place])
+
+
+@compiled
+def _draw_one_by_one(logits, best, rows, temperature, uniform, token_ids):  # type: ignore[no-untyped-def]
+    for place in range(len(rows)):
+        _draw_row(logits, best, rows, temperature, uniform, token_ids, place)
+
+
 def _draw_all(logits, best, rows, temperature, uniform, token_ids):  # type: ignore[no-untyped-def]
     for place in numba.prange(len(rows)):
-        row = rows[place]
-        if np.isfinite(best[row]):
-            token_ids[place] = _invert(logits[row], best[row], temperature[place], uniform[place])
+        _draw_row(logits, best, rows, temperature, uniform, token_ids, place)
 
 
-_find_one, _find_several = compiled(_find_all_greatest), compiled(_find_all_greatest, parallel=True)
-_draw_one, _draw_several = compiled(_draw_all), compiled(_draw_all, parallel=True)
+_draw = compiled(_draw_all, parallel=True)

@@ -34,10 +34,10 @@ def harness(model: LoadedModel, **options: object) -> EngineHarness:
 
 
 def test_greedy_tokens_whole_prompts_alone_equal_transformers(model: LoadedModel, reference_tokens: Reference) -> None:
-    """I01. A third of the prompts, since alone they take longest; in company, below, all of them."""
+    """I01. A fifth of the prompts, since alone they take longest; in company, below, all of them."""
     assert len(reference_tokens) >= 20
     engine = harness(model, enable_prefix_caching=False)
-    for prompt, expected in list(reference_tokens.items())[::3]:
+    for prompt, expected in list(reference_tokens.items())[::5]:
         assert engine.generate(prompt, NUM_TOKENS).token_ids == expected
 
 
