@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvern.v1 import inference_pb2, inference_pb2_grpc, replica_pb2, router_pb2, router_pb2_grpc
@@ -36,12 +37,14 @@ class Setup:
 
     async def statuses(self, is_right: Callable[[list[router_pb2.ReplicaStatus]], bool]) -> None:
         """Wait until the router sees its replicas so."""
-        async with asyncio.timeout(10):
-            while True:
-                response = await self.router.ListReplicas(router_pb2.ListReplicasRequest())
-                if is_right(list(response.replicas)):
-                    return
-                await asyncio.sleep(0.02)
+        seen = router_pb2.ListReplicasResponse()
+        try:
+            async with asyncio.timeout(10):
+                while not seen.replicas or not is_right(list(seen.replicas)):
+                    await asyncio.sleep(0.02)
+                    seen = await self.router.ListReplicas(router_pb2.ListReplicasRequest())
+        except TimeoutError:
+            pytest.fail(f"the router sees\n{seen}and logged\n{self.log.read_text()[-4000:]}")
 
     async def all_ready(self) -> None:
         await self.statuses(lambda statuses: all(is_ready(status) and not status.num_in_flight for status in statuses))

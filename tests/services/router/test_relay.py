@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+import pytest_asyncio
 from google.rpc import error_details_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ from tests.services.detokenizer.driver import Driver, Output, ended
 
 from . import scripted
 from .answers import answer_of
+from .conftest import starting
 from .setup import Call, Setup
 from .test_router import detail, failure
 
@@ -39,6 +41,13 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def decoders(tokenizer: Tokenizer) -> DecoderFactory:
     return DecoderFactory(tokenizer)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def failing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Setup]:
+    """A router for replicas that fail so often that a circuit may be left open, which is nothing for other tests."""
+    async with starting(tmp_path_factory.mktemp("router")) as setup:
+        yield setup
 
 
 class Replicas:
@@ -100,7 +109,7 @@ PIECES = st.sampled_from(["a", "b", " ab", "日", "😀", "é", "<|im_end|>", "\
 )
 @given(data=st.data())
 async def test_stream_cut_anywhere_is_what_it_would_have_been(
-    started: Setup, tokenizer: Tokenizer, decoders: DecoderFactory, data: st.DataObject
+    failing: Setup, tokenizer: Tokenizer, decoders: DecoderFactory, data: st.DataObject
 ) -> None:
     """Every position of every stream, and some of the next replica's."""
     texts = data.draw(st.lists(st.lists(PIECES, min_size=1, max_size=6).map("".join), min_size=1, max_size=2))
@@ -124,15 +133,15 @@ async def test_stream_cut_anywhere_is_what_it_would_have_been(
     }
     outputs = {index: ended(index, each, stopping.max_tokens) for index, each in enumerate(ids)}
     replicas = Replicas(decoders, outputs, data.draw(st.integers(1, 2)))
-    reset(started, replicas)
-    whole = await answer_of(started.inference.Generate(inference_pb2.GenerateRequest(**request), timeout=20))  # type: ignore[arg-type]
+    reset(failing, replicas)
+    whole = await answer_of(failing.inference.Generate(inference_pb2.GenerateRequest(**request), timeout=20))  # type: ignore[arg-type]
     frames, rng = replicas.whole or [], random.Random(data.draw(st.integers()))
     for cut in range(len(frames) + 1):
         brings_tokens = any(update.new_token_ids for frame in frames[:cut] for update in frame.updates)
         replicas.breaks = [(cut, rng.choice([lost, cancelled_there])())]
         if brings_tokens:
             replicas.breaks.append((rng.randint(0, 4), lost()))
-        answer = await answer_of(started.inference.Generate(inference_pb2.GenerateRequest(**request), timeout=20))  # type: ignore[arg-type]
+        answer = await answer_of(failing.inference.Generate(inference_pb2.GenerateRequest(**request), timeout=20))  # type: ignore[arg-type]
         assert answer.content == whole.content, cut
         assert cut < 2 or answer.cached_tokens == whole.cached_tokens
 
