@@ -1,8 +1,9 @@
-"""Kvern beside vLLM, with the same weights in bfloat16, and beside llama.cpp in 4 bits: one run, round by round.
+"""Kvern beside vLLM, in bfloat16, and beside llama.cpp, in 4 bits, with the same weights: one run, round by round.
 
     python bench/peer.py [--workload c16] [--rounds 3] [--json] [-- FLAGS OF KVERN UP]
 
-All servers run throughout, and one at a time has work. Each round sends all of them the same prompts, which no earlier
+All servers run throughout, but that ours is started anew, with a target for a step's time, for streams beside long
+prompts; one at a time has work. Each round sends all of them the same prompts, which no earlier
 round had; every second round goes through them backwards. What is shown are medians of the rounds.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import click
-from peer_servers import kvern, llama_cpp, vllm
+from peer_servers import kvern, kvern_in_4_bits, llama_cpp, vllm
 from peer_setup import SetUpFailed, set_up, versions
 from rich import box
 from rich.console import Console
@@ -30,15 +31,18 @@ from rich.table import Table
 from serve import Measured, measure
 from serve_workloads import WORKLOADS
 
-OURS, PEER, LLAMA = "Kvern", "vLLM", "llama.cpp"
+OURS, PEER = "Kvern", "vLLM"
 
-LLAMA_WORKLOAD = "c1"
-"""llama.cpp runs 4 bits, one request at a time."""
+OURS_IN_4_BITS, LLAMA = "Kvern int4", "llama.cpp"
+"""The two with weights in 4 bits."""
+
+WORKLOAD_IN_4_BITS = "c1"
+"""Their only one: llama.cpp runs one request at a time."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a figure of ours should be, as a share of vLLM's."""
+    """What a figure of ours should be, as a share of another's."""
 
     figure: str
     share: float
@@ -58,6 +62,12 @@ AIMS = {
     "prefix": [Aim("tok_s", 1.5, at_least=True), Aim("ttft_p50", 0.6)],
     "mixed": [Aim("itl_p99", 0.2), Aim("long_ttft_p50", 1.1)],
 }
+
+AIM_IN_4_BITS = Aim("tok_s", 1.0, at_least=True)
+"""Beside llama.cpp."""
+
+MIXED_FLAGS = ("--target-step-ms", "400")
+"""Of our server where streams run beside long prompts: a fifth of vLLM's gaps, and all that long prompts get in it."""
 
 FIGURES = ("tok_s", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "long_ttft_p50")
 
@@ -82,8 +92,16 @@ def compare(servers: dict[str, str], workloads: Sequence[str], rounds: int) -> R
     return results
 
 
+def _by_flags(workloads: Sequence[str]) -> Iterator[tuple[Sequence[str], list[str]]]:
+    """Return which flags our server needs more for which workloads."""
+    if others := [name for name in workloads if name != "mixed"]:
+        yield (), others
+    if "mixed" in workloads:
+        yield MIXED_FLAGS, ["mixed"]
+
+
 def _order(servers: dict[str, str], workload: str, turn: int) -> Iterator[str]:
-    names = [name for name in servers if name != LLAMA or workload == LLAMA_WORKLOAD]
+    names = [name for name in servers if name in (OURS, PEER) or workload == WORKLOAD_IN_4_BITS]
     return reversed(names) if turn % 2 else iter(names)
 
 
@@ -102,23 +120,34 @@ def print_table(results: Results) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("workload", "figure"):
         table.add_column(column, no_wrap=True)
-    for column in (OURS, PEER, LLAMA, "ratio", "aim"):
+    for column in (OURS, PEER, "ratio", "aim"):
         table.add_column(column, justify="right", no_wrap=True)
     for workload, rounds in results.items():
-        found = {server: medians(each) for server, each in rounds.items()}
-        for row in _rows(workload, found):
-            table.add_row(*row)
+        aims = {aim.figure: aim for aim in AIMS[workload]}
+        _add_rows(table, workload, medians(rounds[OURS]), medians(rounds[PEER]), aims)
     Console().print(table)
+    in_4_bits = results.get(WORKLOAD_IN_4_BITS, {})
+    if LLAMA in in_4_bits:
+        table = Table("workload", "figure", OURS_IN_4_BITS, LLAMA, "ratio", "aim", box=box.SIMPLE_HEAD, pad_edge=False)
+        ours, peer = medians(in_4_bits[OURS_IN_4_BITS]), medians(in_4_bits[LLAMA])
+        _add_rows(table, WORKLOAD_IN_4_BITS, ours, peer, {AIM_IN_4_BITS.figure: AIM_IN_4_BITS})
+        Console().print(table)
 
 
-def _rows(workload: str, found: dict[str, dict[str, float | None]]) -> Iterator[tuple[str, ...]]:
-    aims = {aim.figure: aim for aim in AIMS[workload]}
+def _add_rows(
+    table: Table,
+    workload: str,
+    ours: dict[str, float | None],
+    peer: dict[str, float | None],
+    aims: dict[str, Aim],
+) -> None:
     for figure in FIGURES:
-        ours, peer = found[OURS][figure], found[PEER][figure]
-        if ours is None or peer is None:
+        value, other = ours[figure], peer[figure]
+        if value is None or other is None:
             continue
-        values = (_show(figure, found[server][figure] if server in found else None) for server in (OURS, PEER, LLAMA))
-        yield workload, figure, *values, f"{ours / peer:.2f}", _verdict(aims.get(figure), ours / peer)
+        ratio = value / other
+        verdict = _verdict(aims.get(figure), ratio)
+        table.add_row(workload, figure, _show(figure, value), _show(figure, other), f"{ratio:.2f}", verdict)
         workload = ""
 
 
@@ -128,9 +157,7 @@ def _verdict(aim: Aim | None, ratio: float) -> str:
     return f"{aim}" if aim.holds(ratio) else f"{aim} MISSED"
 
 
-def _show(figure: str, value: float | None) -> str:
-    if value is None:
-        return ""
+def _show(figure: str, value: float) -> str:
     if figure == "tok_s":
         return f"{value:,.1f}"
     return f"{value * 1000:,.0f} ms" if value >= 0.1 else f"{value * 1000:.1f} ms"
@@ -166,16 +193,20 @@ def main(up_flags: Sequence[str], workload: Sequence[str], rounds: int, as_json:
         raise click.ClickException(f"set-up stopped at {error}") from error
     with ExitStack() as stack:
         click.echo("starting the servers", err=True)
-        servers = {OURS: stack.enter_context(kvern(up_flags)), PEER: stack.enter_context(vllm())}
-        if LLAMA_WORKLOAD in workloads:
+        servers = {PEER: stack.enter_context(vllm())}
+        if WORKLOAD_IN_4_BITS in workloads:
+            servers[OURS_IN_4_BITS] = stack.enter_context(kvern_in_4_bits())
             servers[LLAMA] = stack.enter_context(llama_cpp())
-        results = compare(servers, workloads, rounds)
+        results: Results = {}
+        for flags, names in _by_flags(workloads):
+            with kvern([*up_flags, *flags]) as ours:
+                results |= compare({OURS: ours} | servers, names, rounds)
     if as_json:
         print(json.dumps(to_json(results)))
         return
     named = ", ".join(f"{name} {version}" for name, version in versions().items())
-    print(f"SmolLM2-135M in bfloat16, llama.cpp's in Q4_1, on {machine()}: {named}")
-    print(f"medians of {rounds} rounds; ratio: Kvern to vLLM")
+    print(f"SmolLM2-135M in bfloat16, and the packaged Q4_1 in 4 bits, on {machine()}: {named}")
+    print(f"medians of {rounds} rounds; ratio: Kvern to the other")
     print_table(results)
 
 

@@ -35,6 +35,13 @@ def kvern(up_flags: Sequence[str]) -> Iterator[str]:
 
 
 @contextmanager
+def kvern_in_4_bits() -> Iterator[str]:
+    """Start a set with the weights that llama.cpp gets, and yield its front door."""
+    with served(DEFAULT_MODEL, ["--dtype", "bfloat16", "--quantization", "int4"]) as address:
+        yield f"grpc://{address}"
+
+
+@contextmanager
 def vllm() -> Iterator[str]:
     """Start vLLM's OpenAI server and yield its URL."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

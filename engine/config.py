@@ -33,7 +33,7 @@ class EngineConfig:
     """auto or fp8. auto: the type of the activations."""
 
     attention_backend: str = "auto"
-    """One of kernels.paged_attention's. auto: triton on a GPU, on a CPU numba for float32 and torch for other types."""
+    """One of kernels.paged_attention's. auto: triton on a GPU, on a CPU numba, and torch for KV in fp8."""
 
     enforce_eager: bool = False
     """Launch a GPU's steps piece by piece, not as CUDA graphs."""

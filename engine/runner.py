@@ -20,6 +20,7 @@ from kvern.engine.grammar_rows import GrammarRows, find_grammar_rows
 from kvern.engine.kv_cache import allocate_kv
 from kvern.engine.logits_processors import LogitsEdit
 from kvern.engine.logprobs import DeviceLogprobs, gather_logprobs
+from kvern.engine.model.language_model import Forward, LanguageModel
 from kvern.engine.model.loader import LoadedModel
 from kvern.engine.model.ops import choose_ops
 from kvern.engine.plan import Plan, StepTimes
@@ -62,6 +63,7 @@ class ModelRunner:
         )
         uses_kernels = self.attention_backend == "triton"
         self._module.use(choose_ops(model.dtype, device=model.device, uses_triton=uses_kernels))
+        self._forward = _compile(self._module, self._kv, self.attention_backend, config.max_num_batched_tokens)
         self._sampler = FusedSampler(self._batch, self._vocab_size, self._ring) if uses_kernels else None
         self._reader = HostReader(model.device)
         self.graphs: StepGraphs | None = None
@@ -172,8 +174,7 @@ class ModelRunner:
             split_lists=split_lists,
             is_padding=layout.is_padding,
         )
-        hidden: Tensor = self._module(layout.token_ids, layout.positions, attention, self._kv)
-        return hidden
+        return self._forward(layout.token_ids, layout.positions, attention, self._kv)
 
     @torch.inference_mode()
     def _sample(
@@ -220,6 +221,15 @@ class ModelRunner:
             )
             for states, token_ids in pieces
         ]
+
+
+def _compile(module: LanguageModel, kv: Tensor, attention_backend: str, max_num_tokens: int) -> Forward:
+    """Return what computes hidden states."""
+    if attention_backend != "numba":
+        return module
+    from kvern.engine.model.cpu_decoder import compile_decoder
+
+    return compile_decoder(module, kv, max_num_tokens)
 
 
 def _choose_backend(kv: Tensor, requested: str) -> str:

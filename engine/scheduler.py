@@ -10,9 +10,11 @@ aborts leave a row in flight that is computed for nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from kvern.engine.block_pool import BlockPool
 from kvern.engine.block_tables import BlockTables
@@ -28,6 +30,10 @@ _WATERMARK_SHARE = 0.01
 
 _FIRST_CHUNK_TOKENS = 128
 """Prefill tokens a step while nothing is known of their cost."""
+
+
+_NUM_NEXT = 16
+"""Requests at the head of the queue that a long prompt may have to leave room for."""
 
 
 class Policy(Enum):
@@ -132,7 +138,7 @@ class Scheduler:
         """Decide the next step, and allocate what it needs."""
         plan = Plan()
         budget = StepBudget(self._config.max_num_batched_tokens, self._max_prefill_tokens())
-        preempted = self._plan_entries(plan, self._running, budget, must_share=len(self._waiting) > 0)
+        preempted = self._plan_entries(plan, self._running, budget, self._shortest_prompt())
         if not preempted:
             self._admit_waiting(plan, budget)
         if self._prefilling:
@@ -194,12 +200,20 @@ class Scheduler:
         allowed = self._step_cost.max_prefill_tokens(num_decodes, self._config.target_step_s)
         return _FIRST_CHUNK_TOKENS if allowed is None else max(MIN_CHUNK_TOKENS, allowed)
 
+    def _shortest_prompt(self) -> float:
+        """Return how many tokens of a prompt are left to compute where fewest are, of those that run or are next."""
+        if not self._prefilling:
+            return math.inf
+        running = (request.num_unscheduled_tokens for request in self._prefilling)
+        waiting = (request.num_prompt_tokens for request in islice(self._waiting, _NUM_NEXT))
+        return min((*running, *waiting))
+
     def _plan_entries(
-        self, plan: Plan, requests: OrderedRequests | list[Request], budget: StepBudget, *, must_share: bool
+        self, plan: Plan, requests: OrderedRequests | list[Request], budget: StepBudget, shortest: float = math.inf
     ) -> bool:
         """Plan running requests, in order. Return whether one that runs was preempted for another.
 
-        must_share: others than these want a part of the budget too.
+        shortest: as `_shortest_prompt`. Longer ones leave a part of the budget to others.
         """
         entries, num_requests = plan.entries, len(requests)
         for index, request in enumerate(requests, start=1):
@@ -213,7 +227,7 @@ class Scheduler:
                 budget.tokens -= 1  # as `take` does
             else:
                 num_behind = len(requests) - index
-                num_tokens = budget.take(wanted, num_behind, must_share=must_share or num_behind > 0)
+                num_tokens = budget.take(wanted, num_behind, must_share=wanted > shortest)
                 if num_tokens == 0:
                     continue
             end = start + num_tokens
@@ -232,7 +246,7 @@ class Scheduler:
                 continue
             if not self._admit(plan, request):
                 return
-            self._plan_entries(plan, [request], budget, must_share=False)
+            self._plan_entries(plan, [request], budget)
 
     def _spend_rest(self, plan: Plan, budget: StepBudget) -> None:
         """Give what nobody else took to the prompts that had left some of the budget to others."""

@@ -22,7 +22,7 @@ class StepBudget:
         """Take as many of the wanted tokens as fit, and return their number.
 
         num_behind: running requests after this one, each of which is left a token.
-        must_share: others want a part too; a prompt too long for one step then takes at most half of it.
+        must_share: shorter prompts want a part too; one too long for one step then takes at most half of it.
         """
         num_tokens = self._share(wanted, num_behind, must_share)
         self.tokens -= num_tokens

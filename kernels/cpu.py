@@ -6,20 +6,42 @@ They read it as 16 bit integers, compute in float32, and round to the nearest, t
 
 from __future__ import annotations
 
-import threading
+import ctypes
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-_MOST_THREADS: int = numba.config.NUMBA_NUM_THREADS
+from kvern.kernels.cpu_threads import run as run_on_threads
 
-_told = threading.local()
-"""What numba was told last, which it keeps for each thread."""
+
+def has_feature(name: str) -> bool:
+    """Whether numba compiles for a CPU with a feature, by LLVM's name for it."""
+    is_for_this_one = numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None
+    return is_for_this_one and bool(binding.get_host_cpu_features().get(name, False))
+
+
+HAS_BF16 = has_feature("avx512bf16")
+"""Whether the CPU multiplies bfloat16."""
+
+
+class BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
 
 _SMALL = 32768
 """Elements that one thread is done with before two have shared them out."""
@@ -28,31 +50,61 @@ _COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894
 _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(coefficient) for coefficient in _COEFFICIENTS)
 
 
-def compiled(function: Any, **options: Any) -> Any:
+Argument = int | str
+"""A number or an address, or a symbol: the name of one that a program is told each time it runs."""
+
+
+class Operation(NamedTuple):
+    """A kernel, and its arguments behind the count that `take` keeps. However many threads run it, they share it."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    """Each an `Argument`."""
+    at: int = 0
+    """Of a kernel that is called with another address than that of its arguments."""
+
+
+def compiled(function: Any) -> Any:
     """Compile a function. Nothing fuses: every product and every sum is rounded, in whatever loop.
 
-    What was compiled before is found by where a function is written, not by its options, nor by what it calls in other
-    files: none is compiled both with `parallel` and without.
+    What was compiled before is found by where a function is written, not by what it calls in other files.
     """
-    options = {"nogil": True, "error_model": "numpy"} | options
+    options = {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder that could be written to
         return numba.njit(**options)(function)
 
 
+def thread_kernel(function: Any) -> Any:
+    """Compile an operation's kernel: a function of the address of its count and arguments, which each thread calls."""
+    signature, options = types.void(types.int64), {"nopython": True, "error_model": "numpy"}
+    try:
+        return numba.cfunc(signature, cache=True, **options)(function)
+    except RuntimeError:  # no folder that could be written to
+        return numba.cfunc(signature, **options)(function)
+
+
+def run(operation: Operation, num_threads: int) -> None:
+    """Run an operation without symbols on so many threads, and wait for all."""
+    arguments = (ctypes.c_int64 * (len(operation.arguments) + 1))(0, *operation.arguments)
+    run_on_threads(operation.kernel, ctypes.addressof(arguments), num_threads)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def take(typing: Any, arguments: Any, count: Any) -> tuple[Any, Callable[..., Any]]:
+    """Take the next `count` parts of the work, and return the first. Every thread takes others."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        counter = builder.inttoptr(values[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, values[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
 def threads_for(num_elements: int) -> int:
-    """Return how many threads to share work out to, which is a product's or takes as long as an exponential each."""
-    return 1 if num_elements < _SMALL else num_threads()
-
-
-def num_threads() -> int:
-    """Return how many threads torch would take, of those that numba has, and let numba take as many on this thread."""
-    count = min(torch.get_num_threads(), _MOST_THREADS)
-    if getattr(_told, "count", None) != count:
-        numba.set_num_threads(count)
-        _told.count = count
-    return count
+    """Return how many threads to share work out to that takes as long as an exponential for each element."""
+    return 1 if num_elements < _SMALL else torch.get_num_threads()
 
 
 def _pointer_to(element: Any) -> Any:
@@ -68,6 +120,8 @@ def _pointer_to(element: Any) -> Any:
 
 _uint16_pointer = _pointer_to(types.uint16)
 _int64_pointer = _pointer_to(types.int64)
+_float32_pointer = _pointer_to(types.float32)
+_float64_pointer = _pointer_to(types.float64)
 
 
 @compiled
@@ -80,6 +134,18 @@ def bfloats(address, size):  # type: ignore[no-untyped-def]
 def integers(address, size):  # type: ignore[no-untyped-def]
     """Return the [size] int64 at an address."""
     return numba.carray(_int64_pointer(address), (size,))
+
+
+@compiled
+def floats(address, size):  # type: ignore[no-untyped-def]
+    """Return the [size] float32 at an address."""
+    return numba.carray(_float32_pointer(address), (size,))
+
+
+@compiled
+def doubles(address, size):  # type: ignore[no-untyped-def]
+    """Return the [size] float64 at an address."""
+    return numba.carray(_float64_pointer(address), (size,))
 
 
 @compiled

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvern.engine.model.config import ModelConfig, RopeConfig
-from kvern.engine.model.layers import FusedLinear, Linear, make_norm
+from kvern.engine.model.layers import FusedLinear, Layer, Linear, make_norm
 from kvern.engine.model.ops import TORCH_OPS, LayerOps
 from kvern.engine.model.rope import Rotation
 from kvern.engine.tensor_parallel.shard import WHOLE, Shard
@@ -31,7 +31,7 @@ def distinct_ropes(config: ModelConfig) -> list[RopeConfig]:
     return list(dict.fromkeys(rope for rope in config.ropes if rope is not None))
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Grouped-query attention over the paged KV cache."""
 
     ops: LayerOps = TORCH_OPS

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvern.engine.model.attention import Attention, Step
 from kvern.engine.model.config import ModelConfig
-from kvern.engine.model.layers import make_norm
+from kvern.engine.model.layers import Layer, make_norm
 from kvern.engine.model.mlp import make_mlp
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Normalizes what goes into attention and MLP. Source: Llama, arXiv:2302.13971."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:

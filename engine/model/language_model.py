@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from kvern.engine.model.ops import LayerOps
 from kvern.kernels.paged_attention import AttentionMetadata
+
+Forward = Callable[[Tensor, Tensor, AttentionMetadata, Tensor], Tensor]
+"""What computes hidden states, as `LanguageModel.forward` does."""
 
 
 class LanguageModel(nn.Module):

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from kvern.engine.model.attention import Step
 from kvern.engine.model.config import ExpertsConfig, ModelConfig
-from kvern.engine.model.layers import Fused, FusedLinear, Linear, empty_parameter
+from kvern.engine.model.layers import Fused, FusedLinear, Layer, Linear, empty_parameter
 from kvern.engine.model.ops import TORCH_OPS, LayerOps
 from kvern.engine.tensor_parallel.shard import WHOLE, Shard
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """(activation(x @ gate) * (x @ up)) @ down."""
 
     ops: LayerOps = TORCH_OPS
@@ -52,7 +52,7 @@ class Experts(Fused):
                 yield f"experts.{expert}.{name}.weight", rows
 
 
-class SparseMoE(nn.Module):
+class SparseMoE(Layer):
     """The experts that score highest, weighted by the softmax of their scores. Source: Mixtral, arXiv:2401.04088."""
 
     shard: Shard = WHOLE

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvern.kernels.cpu import bfloats, compiled, exponential, rounded, threads_for, widened
+from kvern.kernels.cpu import (
+    Argument,
+    Operation,
+    bfloats,
+    compiled,
+    exponential,
+    integers,
+    rounded,
+    run,
+    take,
+    thread_kernel,
+    threads_for,
+    widened,
+)
 from kvern.kernels.gated_activation import GatedActivation
 
 _GREATEST = np.float32(87.0)
@@ -18,13 +30,16 @@ def gated_activation(x: Tensor, activation: GatedActivation) -> Tensor:
     """Return activation(gate) * up, computed in float32. x: [num_tokens, 2 * size], contiguous, gates before ups."""
     num_tokens, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=torch.bfloat16)
-    num_threads = threads_for(num_tokens * size)
-    gate_rows, gate = _SILU if activation is GatedActivation.SILU else _GELU
-    if num_threads == 1:
-        gate_rows(x.data_ptr(), out.data_ptr(), 0, num_tokens, size)
-    else:
-        gate(x.data_ptr(), out.data_ptr(), num_tokens, size, num_threads)
+    operation = gate_operation(x.data_ptr(), activation, out.data_ptr(), num_tokens, size)
+    run(operation, threads_for(num_tokens * size))
     return out
+
+
+def gate_operation(
+    x: Argument, activation: GatedActivation, out: Argument, num_tokens: Argument, size: int
+) -> Operation:
+    """Return the gated activation as an operation. x, out: addresses."""
+    return Operation(_silu if activation is GatedActivation.SILU else _gelu, (x, out, num_tokens, size))
 
 
 @compiled
@@ -52,16 +67,19 @@ def _gelu_rows(x, out, begin, end, size):  # type: ignore[no-untyped-def]
             outputs[place] = rounded(gate * _sigmoid(np.float32(1.5957691216) * cubic) * widened(inputs[size + place]))
 
 
-def _silu_all(x, out, num_tokens, size, num_threads):  # type: ignore[no-untyped-def]
-    for thread in numba.prange(num_threads):
-        _silu_rows(x, out, thread * num_tokens // num_threads, (thread + 1) * num_tokens // num_threads, size)
+@thread_kernel
+def _silu(arguments):  # type: ignore[no-untyped-def]
+    _, x, out, num_tokens, size = integers(arguments, 5)
+    row = take(arguments, 1)
+    while row < num_tokens:
+        _silu_rows(x, out, row, row + 1, size)
+        row = take(arguments, 1)
 
 
-def _gelu_all(x, out, num_tokens, size, num_threads):  # type: ignore[no-untyped-def]
-    for thread in numba.prange(num_threads):
-        _gelu_rows(x, out, thread * num_tokens // num_threads, (thread + 1) * num_tokens // num_threads, size)
-
-
-_SILU = (_silu_rows, compiled(_silu_all, parallel=True))
-_GELU = (_gelu_rows, compiled(_gelu_all, parallel=True))
-"""On one thread, and on several."""
+@thread_kernel
+def _gelu(arguments):  # type: ignore[no-untyped-def]
+    _, x, out, num_tokens, size = integers(arguments, 5)
+    row = take(arguments, 1)
+    while row < num_tokens:
+        _gelu_rows(x, out, row, row + 1, size)
+        row = take(arguments, 1)

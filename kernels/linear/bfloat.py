@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvern.kernels.cpu import num_threads
-from kvern.kernels.linear.bfloat_kernel import HAS_BF16, STEP, WIDTH, multiply, multiply_on_one_thread
+from kvern.kernels.cpu import HAS_BF16, Argument, Operation, run
+from kvern.kernels.linear.bfloat_kernel import STEP, WIDTH, multiply
 
 
 class BFloatWeight:
     """A bfloat16 weight, pairs of inputs of 32 outputs side by side. Implements `PackedWeight`.
 
-    A token's result has the same bits in every batch.
+    A token's result has the same bits in every batch. Measured on one core of an AMD EPYC 9004 with the shapes of a
+    135M model, against oneDNN and its own layout: 1.4 to 2 times as fast at one token, 1.1 to 1.3 times at 16, as fast
+    from 64 on. oneDNN takes 12 to 20 us before it begins.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -29,12 +31,10 @@ class BFloatWeight:
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if not x.is_contiguous():
             x = x.contiguous()
-        num_tokens, threads = x.shape[0], num_threads()
-        out = x.new_empty((num_tokens, self.out_features))
-        addresses = 0 if bias is None else bias.data_ptr(), out.data_ptr()
-        sizes = self._address, self.in_features, self.out_features
-        if threads == 1:
-            multiply_on_one_thread(x.data_ptr(), num_tokens, *sizes, *addresses)
-        else:
-            multiply(x.data_ptr(), num_tokens, *sizes, *addresses, threads)
+        out = x.new_empty((x.shape[0], self.out_features))
+        run(self.operation(x.data_ptr(), x.shape[0], bias, out.data_ptr()), torch.get_num_threads())
         return out
+
+    def operation(self, x: Argument, num_tokens: Argument, bias: Tensor | None, out: Argument) -> Operation:
+        sizes = self._address, self.in_features, self.out_features
+        return Operation(multiply, (x, num_tokens, *sizes, 0 if bias is None else bias.data_ptr(), out))

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvern.kernels.cpu import compiled
+from kvern.kernels.cpu import BFloat, compiled, integers, take, thread_kernel
 
 WIDTH = 32
 """Outputs of a tile."""
@@ -26,37 +25,25 @@ STEP = 8
 
 _LANES = 16
 _COLUMNS = WIDTH // _LANES
+_LINE = 64
+"""Bytes of a cache's line."""
+
+_AHEAD = 16384
+"""Bytes of weights between those that are multiplied and those that are fetched."""
+
 _CHUNK = 96
 """Most tokens that are multiplied with a block of weights before the next block."""
+
+_PARTS = 32
+"""Of a product, about, that threads take one at a time: what one does slowly, others do."""
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS = ir.VectorType(_F32, _LANES)
 _LANES_I32 = ir.VectorType(_I32, _LANES)
 _PAIRS = ir.VectorType(_I16, 2 * _LANES)
 
-HAS_BF16: bool = (
-    numba.config.CPU_NAME is None
-    and numba.config.CPU_FEATURES is None
-    and binding.get_host_cpu_features().get("avx512bf16", False)
-)
-"""Whether numba compiles for a CPU that multiplies bfloat16."""
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), _LANES)
-_BFLOAT_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
+_BFLOATS = ir.VectorType(BFloat(), _LANES)
+_BFLOAT_PAIRS = ir.VectorType(BFloat(), 2 * _LANES)
 
 
 class _Tile:
@@ -78,6 +65,8 @@ class _Tile:
         with cgutils.for_range_slice(builder, _constant(0), num_inputs, _constant(STEP)) as (index, _):
             at = builder.mul(index, _constant(2))
             step = builder.add(weights, builder.mul(index, _constant(2 * WIDTH)))
+            for line in range(0, STEP * 2 * WIDTH, _LINE):
+                self._prefetch(step, _AHEAD + line)
             for pair in range(STEP // 2):
                 loaded = [
                     self._load(_BFLOAT_PAIRS, step, (pair * _COLUMNS + column) * 4 * _LANES)
@@ -90,7 +79,9 @@ class _Tile:
 
     def _add_product(self, place: int, inputs: Any, weights: Any) -> None:
         total = self._builder.load(self._sums[place])
-        self._builder.store(self._call("llvm.x86.avx512bf16.dpbf16ps.512", total, inputs, weights), self._sums[place])
+        self._builder.store(
+            self._call("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, total, inputs, weights), self._sums[place]
+        )
 
     def add_bias(self, bias: Any) -> None:
         """bias: an address, 0 for none."""
@@ -118,14 +109,19 @@ class _Tile:
     def _pointer(self, kind: Any, address: Any, offset: int) -> Any:
         return self._builder.inttoptr(self._builder.add(address, _constant(offset)), kind.as_pointer())
 
+    def _prefetch(self, address: Any, offset: int) -> None:
+        """Have a line brought to the second cache. It need not exist."""
+        arguments = [ir.Constant(_I32, value) for value in (0, 2, 1)]
+        self._call("llvm.prefetch.p0", ir.VoidType(), self._pointer(ir.IntType(8), address, offset), *arguments)
+
     def _spread(self, pair: Any) -> Any:
         undefined = ir.Constant(_LANES_I32, ir.Undefined)
         first = self._builder.insert_element(undefined, pair, ir.Constant(_I32, 0))
         all_lanes = self._builder.shuffle_vector(first, undefined, ir.Constant(_LANES_I32, [0] * _LANES))
         return self._builder.bitcast(all_lanes, _BFLOAT_PAIRS)
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        kind = ir.FunctionType(arguments[0].type, [argument.type for argument in arguments])
+    def _call(self, name: str, result: Any, *arguments: Any) -> Any:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
         return self._builder.call(cgutils.get_or_insert_function(self._builder.module, kind, name), arguments)
 
 
@@ -169,36 +165,28 @@ def _multiply_block(x, x_stride, num_tokens, weights, num_inputs, bias, out, out
         _multiply_tile(1, x, x_stride, weights, num_inputs, bias, out, out_stride)
 
 
-@compiled
-def _multiply_units(x, num_tokens, weights, num_inputs, num_outputs, bias, out, begin, end):  # type: ignore[no-untyped-def]
-    """Multiply units [begin, end): a block of weights with a chunk of the tokens each."""
+@thread_kernel
+def multiply(arguments):  # type: ignore[no-untyped-def]
+    """Write x @ weights.T + bias: [num_tokens, num_outputs]. Addresses of contiguous arrays; bias: 0 for none.
+
+    The unit of work is a block of weights with a chunk of the tokens.
+    """
+    _, x, num_tokens, weights, num_inputs, num_outputs, bias, out = integers(arguments, 8)
     num_chunks = -(-num_tokens // _CHUNK)
-    for unit in range(begin, end):
-        block, first = unit // num_chunks, unit % num_chunks * _CHUNK
-        _multiply_block(
-            x + 2 * first * num_inputs,
-            2 * num_inputs,
-            min(_CHUNK, num_tokens - first),
-            weights + block * 2 * WIDTH * num_inputs,
-            num_inputs,
-            bias + block * 2 * WIDTH if bias else 0,
-            out + 2 * (first * num_outputs + block * WIDTH),
-            2 * num_outputs,
-        )
-
-
-@compiled
-def multiply_on_one_thread(x, num_tokens, weights, num_inputs, num_outputs, bias, out):  # type: ignore[no-untyped-def]
-    """Write x @ weights.T + bias: [num_tokens, num_outputs]. Addresses of contiguous arrays; bias: 0 for none."""
-    num_units = num_outputs // WIDTH * -(-num_tokens // _CHUNK)
-    _multiply_units(x, num_tokens, weights, num_inputs, num_outputs, bias, out, 0, num_units)
-
-
-def _multiply_all(x, num_tokens, weights, num_inputs, num_outputs, bias, out, num_threads):  # type: ignore[no-untyped-def]
-    num_units = num_outputs // WIDTH * -(-num_tokens // _CHUNK)
-    for thread in numba.prange(num_threads):
-        begin, end = thread * num_units // num_threads, (thread + 1) * num_units // num_threads
-        _multiply_units(x, num_tokens, weights, num_inputs, num_outputs, bias, out, begin, end)
-
-
-multiply = compiled(_multiply_all, parallel=True)
+    num_units = num_outputs // WIDTH * num_chunks
+    num_together = 1 + num_units // _PARTS
+    begin = take(arguments, num_together)
+    while begin < num_units:
+        for unit in range(begin, min(begin + num_together, num_units)):
+            block, first = unit // num_chunks, unit % num_chunks * _CHUNK
+            _multiply_block(
+                x + 2 * first * num_inputs,
+                2 * num_inputs,
+                min(_CHUNK, num_tokens - first),
+                weights + block * 2 * WIDTH * num_inputs,
+                num_inputs,
+                bias + block * 2 * WIDTH if bias else 0,
+                out + 2 * (first * num_outputs + block * WIDTH),
+                2 * num_outputs,
+            )
+        begin = take(arguments, num_together)

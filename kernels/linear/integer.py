@@ -7,11 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvern.kernels.cpu import Argument, Operation, run
 from kvern.kernels.linear.groups import Groups
-from kvern.kernels.linear.integer_kernel import HAS_BF16, WIDTH, multiply
-
-_KINDS = {torch.float32: np.float32(0)} | ({torch.bfloat16: np.uint16(0)} if HAS_BF16 else {})
-"""How the kernel is told the type of activations that it multiplies."""
+from kvern.kernels.linear.integer_kernel import WIDTH, can_multiply, multiply
 
 
 class IntegerWeight:
@@ -27,6 +25,7 @@ class IntegerWeight:
         self._width = -(-self.out_features // WIDTH) * WIDTH
         values = _in_blocks(groups.values.flatten(1))
         self._values = _bytes(values) if groups.minima is None else _nibbles(values)
+        self._bits = 8 if groups.minima is None else 4
         self._scales = _factors(groups.scales)
         self._minima = np.empty(0, np.uint16) if groups.minima is None else _factors(groups.minima)
 
@@ -35,26 +34,23 @@ class IntegerWeight:
         return self._values.nbytes + self._scales.nbytes + self._minima.nbytes
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        kind = _KINDS.get(x.dtype)
-        if kind is None:
+        if not can_multiply(x.dtype):
             return self.product(x.to(torch.float32), bias).to(x.dtype)
-        x = x.contiguous()
-        out = torch.empty(len(x), self._width, dtype=x.dtype)
-        multiply(
-            x.data_ptr(),
-            kind,
-            len(x),
-            self._values,
-            self._scales,
-            self._minima,
-            out.data_ptr(),
-            self.in_features,
-            self._width,
-            torch.get_num_threads(),
-        )
+        x, out = x.contiguous(), torch.empty(len(x), self._width, dtype=x.dtype)
+        run(self._operation(x.data_ptr(), len(x), x.dtype, out.data_ptr()), torch.get_num_threads())
         if self._width > self.out_features:
             out = out[:, : self.out_features].contiguous()
         return out if bias is None else out + bias
+
+    def operation(self, x: Argument, num_tokens: Argument, bias: Tensor | None, out: Argument) -> Operation | None:
+        if bias is not None or self._width > self.out_features or not can_multiply(torch.bfloat16):
+            return None
+        return self._operation(x, num_tokens, torch.bfloat16, out)
+
+    def _operation(self, x: Argument, num_tokens: Argument, dtype: torch.dtype, out: Argument) -> Operation:
+        minima = self._minima.ctypes.data if len(self._minima) else 0
+        weight = self._values.ctypes.data, self._scales.ctypes.data, minima
+        return Operation(multiply(self._bits, dtype), (x, num_tokens, *weight, out, self.in_features, self._width))
 
 
 def _in_blocks(rows: Tensor) -> Tensor:

@@ -11,15 +11,18 @@ multiplied one at a time, on any CPU. Sums are in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import binding, ir
+import torch
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from kvern.kernels.cpu import HAS_BF16, BFloat, compiled, has_feature, integers, take, thread_kernel
 from kvern.kernels.linear.groups import GROUP
 
 WIDTH = 64
@@ -30,14 +33,13 @@ _COLUMNS = WIDTH // _LANES
 _STEP = 8
 """Inputs that are multiplied before the next weights are loaded."""
 
+_BYTES_A_STEP, _WORDS_A_STEP = WIDTH * _STEP, WIDTH * _STEP // 4
+"""Of a block's weights: in 8 bits a byte each, in 4 bits a word of 16 for four."""
+
 _HEIGHT = 4
 
-_FEATURES: dict[str, bool] = binding.get_host_cpu_features()
-_IS_HOST = numba.config.CPU_NAME is None and numba.config.CPU_FEATURES is None
-HAS_BF16: bool = _IS_HOST and _FEATURES.get("avx512bf16", False)
-"""Whether the CPU multiplies bfloat16."""
-_HAS_WORD_LOOKUP: bool = _IS_HOST and _FEATURES.get("avx512bw", False)
-_HAS_BYTE_LOOKUP: bool = _IS_HOST and _FEATURES.get("avx512vbmi", False)
+_HAS_WORD_LOOKUP: bool = has_feature("avx512bw")
+_HAS_BYTE_LOOKUP: bool = has_feature("avx512vbmi")
 
 _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 _FLOATS = ir.VectorType(_F32, _LANES)
@@ -47,21 +49,8 @@ _PAIRS = ir.VectorType(_I16, 2 * _LANES)
 _BYTES = ir.VectorType(_I8, 4 * _LANES)
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), _LANES)
-_BFLOAT_PAIRS = ir.VectorType(_BFloat(), 2 * _LANES)
+_BFLOATS = ir.VectorType(BFloat(), _LANES)
+_BFLOAT_PAIRS = ir.VectorType(BFloat(), 2 * _LANES)
 
 
 class _Tile(types.Type):  # type: ignore[misc]
@@ -311,15 +300,7 @@ def _sum_of_group(typing: Any, x: Any, at: Any) -> Any:
     return types.float32(x, at), generate
 
 
-def _compiled(function: Any, **options: Any) -> Any:
-    options |= {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder that could be written to
-        return numba.njit(**options)(function)
-
-
-@_compiled
+@compiled
 def _multiply_tile(rows, x, token, sums, weights, scales, minima, out, in_features, out_features, block):  # type: ignore[no-untyped-def]
     """Compute `rows` tokens, a literal, from `token` on, and the outputs of one block of WIDTH."""
     rows = numba.literally(rows)
@@ -339,7 +320,7 @@ def _multiply_tile(rows, x, token, sums, weights, scales, minima, out, in_featur
     _store(total, out, token * out_features + block * WIDTH, out_features)
 
 
-@_compiled
+@compiled
 def _sums_of_groups(x):  # type: ignore[no-untyped-def]
     sums = np.empty(len(x) // GROUP, dtype=np.float32)
     for group in range(len(sums)):
@@ -357,28 +338,66 @@ def _pointer(typing: Any, address: Any, kind: Any) -> tuple[Any, Callable[..., A
     return types.CPointer(kind)(address, kind), generate
 
 
-def _multiply_all(x, kind, num_tokens, weights, scales, minima, out, in_features, out_features, num_threads):  # type: ignore[no-untyped-def]
-    """Write [num_tokens, out_features] to the address `out`. x: the address of [num_tokens, in_features].
+@compiled
+def _multiply_blocks(arguments, kind, word, num_words):  # type: ignore[no-untyped-def]
+    """Write x @ weights.T: [num_tokens, out_features]. x: [num_tokens, in_features].
 
-    Both are in float32, or in bfloat16: `kind` is a number of the type, uint16 for that. Addresses, for numba takes
-    longer to unpack a view than a small product does. All else is flat.
+    arguments: addresses and sizes. x and out are in float32, or in bfloat16: `kind` is a number of the type, uint16 for
+    that. `word` is one of the weights' type, of which _STEP inputs of a block take `num_words`. minima: 0 for none. The
+    unit of work is a block of WIDTH outputs with all tokens.
     """
+    _, x, num_tokens, weights, scales, minima, out, in_features, out_features = integers(arguments, 9)
+    num_blocks, num_groups = out_features // WIDTH, in_features // GROUP
     x = numba.carray(_pointer(x, kind), num_tokens * in_features)
     out = numba.carray(_pointer(out, kind), num_tokens * out_features)
-    num_blocks = out_features // WIDTH
-    num_items = min(num_threads, num_blocks)
-    for item in numba.prange(num_items):
-        sums = _sums_of_groups(x) if len(minima) else np.empty(0, dtype=np.float32)
-        for block in range(item * num_blocks // num_items, (item + 1) * num_blocks // num_items):
-            token = 0
-            while token + _HEIGHT <= num_tokens:
-                _multiply_tile(_HEIGHT, x, token, sums, weights, scales, minima, out, in_features, out_features, block)
-                token += _HEIGHT
-            if token + 2 <= num_tokens:
-                _multiply_tile(2, x, token, sums, weights, scales, minima, out, in_features, out_features, block)
-                token += 2
-            if token < num_tokens:
-                _multiply_tile(1, x, token, sums, weights, scales, minima, out, in_features, out_features, block)
+    weights = numba.carray(_pointer(weights, word), num_blocks * (in_features // _STEP) * num_words)
+    scales = numba.carray(_pointer(scales, np.uint16(0)), out_features * num_groups)
+    minima = numba.carray(_pointer(minima, np.uint16(0)), len(scales) if minima else 0)
+    sums = _sums_of_groups(x) if len(minima) else np.empty(0, dtype=np.float32)
+    block = take(arguments, 1)
+    while block < num_blocks:
+        token = 0
+        while token + _HEIGHT <= num_tokens:
+            _multiply_tile(_HEIGHT, x, token, sums, weights, scales, minima, out, in_features, out_features, block)
+            token += _HEIGHT
+        if token + 2 <= num_tokens:
+            _multiply_tile(2, x, token, sums, weights, scales, minima, out, in_features, out_features, block)
+            token += 2
+        if token < num_tokens:
+            _multiply_tile(1, x, token, sums, weights, scales, minima, out, in_features, out_features, block)
+        block = take(arguments, 1)
 
 
-multiply = _compiled(_multiply_all, parallel=True)
+def _multiply_8_float32(arguments):  # type: ignore[no-untyped-def]
+    _multiply_blocks(arguments, np.float32(0), np.uint8(0), _BYTES_A_STEP)
+
+
+def _multiply_4_float32(arguments):  # type: ignore[no-untyped-def]
+    _multiply_blocks(arguments, np.float32(0), np.uint16(0), _WORDS_A_STEP)
+
+
+def _multiply_8_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _multiply_blocks(arguments, np.uint16(0), np.uint8(0), _BYTES_A_STEP)
+
+
+def _multiply_4_bfloat16(arguments):  # type: ignore[no-untyped-def]
+    _multiply_blocks(arguments, np.uint16(0), np.uint16(0), _WORDS_A_STEP)
+
+
+_FUNCTIONS = {
+    (8, torch.float32): _multiply_8_float32,
+    (4, torch.float32): _multiply_4_float32,
+    (8, torch.bfloat16): _multiply_8_bfloat16,
+    (4, torch.bfloat16): _multiply_4_bfloat16,
+}
+
+
+def can_multiply(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for activations of a type."""
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and HAS_BF16)
+
+
+@cache
+def multiply(bits: int, dtype: torch.dtype) -> Any:
+    """Return the kernel for weights in so many bits. Compiles it unless that was done before: seconds."""
+    return thread_kernel(_FUNCTIONS[bits, dtype])

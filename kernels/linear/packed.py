@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvern.kernels.cpu import Argument, Operation
 
 HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
@@ -31,6 +34,10 @@ class PackedWeight(Protocol):
         """Return x @ weight.T + bias. x: [num_tokens, in_features]; bias: [out_features]."""
         ...
 
+    def operation(self, x: Argument, num_tokens: Argument, bias: Tensor | None, out: Argument) -> Operation | None:
+        """Return the product as part of a program, in bfloat16, None where it cannot be one. x, out: addresses."""
+        ...
+
 
 class OneDnnWeight:
     """A weight on a CPU, its elements in the order that oneDNN reads them. Implements `PackedWeight`.
@@ -45,6 +52,9 @@ class OneDnnWeight:
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return onednn_product(x, self._weight, bias)
+
+    def operation(self, x: Argument, num_tokens: Argument, bias: Tensor | None, out: Argument) -> Operation | None:
+        return None
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 A step is planned once, then run once a layer: what depends on the lengths of the sequences alone is not done again for
 every layer. The KV cache is `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, keys before values.
-On a GPU the backend is Triton kernels. On a CPU float32 has a compiled kernel, everything else gathers blocks and uses
-torch's dense attention.
+On a GPU the backend is Triton kernels. On a CPU a compiled kernel reads float32, bfloat16 and float16; everything else
+gathers blocks and uses torch's dense attention.
 """
 
 from __future__ import annotations

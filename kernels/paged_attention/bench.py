@@ -1,5 +1,7 @@
 """Attention on a GPU against what the GPU can do: `python -m kvern.kernels.paged_attention.bench`.
 
+Without a GPU it measures the CPU's: `cpu_bench`.
+
 Decode is told in bytes of KV a second, beside a kernel that only reads; prefill in operations a second, beside torch's
 dense attention of the same queries, keys and values.
 """
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.nn import attention, functional
 
 from kvern.kernels.ceilings import median_s, read_bandwidth
-from kvern.kernels.paged_attention import AttentionMetadata, paged_attention, plan_attention
+from kvern.kernels.paged_attention import AttentionMetadata, cpu_bench, paged_attention, plan_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_LAYERS = 32, 8, 128, 4
 """Of Llama 3 8B, with fewer layers."""
@@ -111,8 +113,7 @@ def print_prefill(device: torch.device) -> None:
 
 def main() -> int:
     if not torch.cuda.is_available():
-        print("this needs a GPU", file=sys.stderr)
-        return 1
+        return cpu_bench.main(sys.argv[1:])
     device = torch.device("cuda")
     print(torch.cuda.get_device_name(device))
     print_decode(device)

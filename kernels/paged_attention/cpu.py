@@ -9,7 +9,8 @@ Threads are those of torch's own pool, so that no two pools fight over the cores
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,17 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvern.kernels.cpu import Operation
+from kvern.kernels.cpu_threads import run
 from kvern.kernels.paged_attention.cpu_kernel import ITEM, Launch, load, scratch_size
 from kvern.kernels.paged_attention.cpu_operations import SPLIT
-from kvern.kernels.paged_attention.cpu_threads import run
 from kvern.kernels.paged_attention.cpu_vectors import LANES
 from kvern.kernels.paged_attention.step import Step
 
 _MAX_QUERIES = 32
 """Of one work item."""
-
-_MANY = 16
-"""Items for each thread, from which on a thread takes all KV heads of one together: what lies together in memory."""
 
 
 @dataclass(slots=True)
@@ -74,7 +73,6 @@ def plan(kv: Tensor, step: Step) -> Plan:
         zeros=zeros.data_ptr(),
         finished=finished.ctypes.data,
         counters=counters.ctypes.data,
-        heads_together=num_kv_heads if len(items) >= _MANY * num_threads else 1,
     )
     return Plan(launch, items, counters, (table, slots, zeros, finished), num_threads)
 
@@ -111,7 +109,7 @@ def write_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
     launch.memory = _address(kv, layer)
     launch.k, launch.k_stride = k.data_ptr(), k.stride(0) * k.element_size()
     launch.v, launch.v_stride = v.data_ptr(), v.stride(0) * v.element_size()
-    run(load("write"), launch, 1)
+    run(load("write"), ctypes.addressof(launch), 1)
 
 
 def paged_attention(
@@ -126,7 +124,7 @@ def paged_attention(
     launch.out, launch.out_stride = out.data_ptr(), out.stride(0) * out.element_size()
     launch.scale, launch.window, launch.softcap = scale, window or 0, softcap or 0.0
     plan.counters[:] = 0
-    run(load(str(q.dtype).removeprefix("torch.")), launch, plan.num_threads)
+    run(load(str(q.dtype).removeprefix("torch.")), ctypes.addressof(launch), plan.num_threads)
     return out
 
 
@@ -148,3 +146,47 @@ def _allocate(plan: Plan, num_heads: int) -> None:
     partials = torch.empty(int((items["split"] >= 0).sum()) * num_heads * (launch.depth + 2))
     launch.scratch, launch.partials = scratch.data_ptr(), partials.data_ptr()
     plan.workspace = scratch, partials
+
+
+class LayerLaunches:
+    """The launches of all layers at once, where a program finds them: nothing is left to do between layers."""
+
+    def __init__(
+        self,
+        kv: Tensor,
+        num_heads: int,
+        scales: Sequence[float],
+        windows: Sequence[int | None],
+        softcaps: Sequence[float | None],
+    ) -> None:
+        """scales, windows, softcaps: of each layer, as `paged_attention` takes them."""
+        num_layers = len(scales)
+        self._num_heads, self._kv = num_heads, kv
+        self._launches = np.zeros(num_layers, np.dtype(Launch))
+        self._counters = np.zeros((num_layers, 2), np.int64)
+        first, step = self._counters.ctypes.data, self._counters.strides[0]
+        self._of_layers = {
+            "memory": np.array([_address(kv, layer) for layer in range(num_layers)]),
+            "counters": first + step * np.arange(num_layers),
+            "scale": np.array(scales),
+            "window": np.array([window or 0 for window in windows]),
+            "softcap": np.array([softcap or 0.0 for softcap in softcaps]),
+        }
+        self._kernel = load(str(kv.dtype).removeprefix("torch."))
+
+    def operation(self, layer: int) -> Operation:
+        """Return a layer's attention as an operation."""
+        return Operation(self._kernel, (), at=self._launches[layer:].ctypes.data)
+
+    def prepare(self, plan: Plan, q: Tensor, out: Tensor) -> None:
+        """Let all layers attend a step's queries, and write to `out`. Both: [num_tokens, num_heads, head_dim], whole
+        rows."""
+        if plan.launch.num_groups != self._num_heads // self._kv.shape[3]:
+            _allocate(plan, self._num_heads)
+        launch, size = plan.launch, q.element_size()
+        launch.q, launch.q_stride = q.data_ptr(), q.stride(0) * size
+        launch.out, launch.out_stride = out.data_ptr(), out.stride(0) * size
+        self._launches[:] = np.ctypeslib.as_array(launch)
+        for name, values in self._of_layers.items():
+            self._launches[name] = values
+        self._counters[:] = 0

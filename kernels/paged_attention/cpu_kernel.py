@@ -26,11 +26,11 @@ from kvern.kernels.paged_attention.cpu_operations import (
     cap,
     copy,
     fetch,
+    load_query,
     merge,
     pack_keys,
     score,
     weigh,
-    widen_query,
     write_row,
 )
 from kvern.kernels.paged_attention.cpu_vectors import LANES
@@ -57,7 +57,7 @@ class Launch(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("block_size", "head_dim", "depth", "num_groups", "num_kv_heads")),
         *((name, ctypes.c_int64) for name in ("table", "table_width", "slots", "num_tokens", "items", "num_items")),
         *((name, ctypes.c_int64) for name in ("zeros", "scratch", "scratch_size", "partials", "finished", "counters")),
-        *((name, ctypes.c_int64) for name in ("heads_together", "window")),
+        ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     ]
@@ -65,7 +65,7 @@ class Launch(ctypes.Structure):
     # num_groups: query heads that share a KV head; partials: [num_splits, num_heads, depth + 2] floats;
     # finished: [num_tokens, num_kv_heads] int64, splits that are done, 0 between launches;
     # counters: [2] int64, threads that began and steps that were taken; zeros: [depth] floats;
-    # heads_together: how many KV heads a thread takes at once; window: 0 where there is none.
+    # window: 0 where there is none.
 
 
 class _Scratch(NamedTuple):
@@ -73,7 +73,7 @@ class _Scratch(NamedTuple):
 
     rows: int
     queries: int
-    """[rows, depth], scaled."""
+    """[rows, depth]."""
     packed: int
     """[_TILE / 16, depth, 16] keys."""
     scores: int
@@ -120,9 +120,10 @@ def _begin(launch, item):  # type: ignore[no-untyped-def]
 @_compiled
 def _seen(launch, item, row, count, at):  # type: ignore[no-untyped-def]
     """Return which positions some rows see of the split at position `at`, counted from there: [low, high)."""
-    low = item.position + row // launch.num_groups - launch.window + 1 - at if launch.window else 0
-    high = item.position + (row + count - 1) // launch.num_groups + 1 - at
-    return max(low, 0), min(high, SPLIT)
+    first, last = item.position - at, item.position - at
+    if item.count > 1:
+        first, last = first + row // launch.num_groups, last + (row + count - 1) // launch.num_groups
+    return max(first - launch.window + 1, 0) if launch.window else 0, min(last + 1, SPLIT)
 
 
 @_compiled
@@ -159,14 +160,14 @@ def _score_tile(launch, item, s, element, at, tile, end, keys, ahead):  # type: 
     for lane in range(tile, min(tile + _TILE, end), LANES):
         packed = s.packed + (lane - tile) * depth * _FLOAT
         pack_keys(element, packed, keys + lane * 8, ahead + lane * 8, launch.head_dim)
-    fetch(ahead + (SPLIT + tile) * 8, (min(tile + _TILE, end) - tile) // 2, launch.row_stride)
     for row in range(0, s.rows, together):
         count = min(together, s.rows - row)
         low, high = _seen(launch, item, row, count, at)
         if low < tile + _TILE and tile < high:
             groups = -(-(min(tile + _TILE, high) - tile) // LANES)
             scores, queries = s.scores + (row * SPLIT + tile) * _FLOAT, s.queries + row * depth * _FLOAT
-            score(scores, count, queries, s.packed, groups, launch.head_dim, depth)
+            later = ahead + (SPLIT + tile) * 8
+            score(element, scores, count, queries, s.packed, later, groups, launch.head_dim, depth)
 
 
 @_compiled
@@ -177,13 +178,15 @@ def _weigh_rows(launch, item, s, at, row, count):  # type: ignore[no-untyped-def
     groups = -(-(high - low) // LANES)
     for each in range(row, row + count):
         address = s.scores + (each * SPLIT + low) * _FLOAT
+        scale = launch.scale
         if launch.softcap > 0:
-            cap(address, groups, launch.softcap)
+            cap(address, groups, scale, launch.softcap)
+            scale = np.float32(1.0)
         own_low, own_high = _seen(launch, item, each, 1, at)
         scores = _floats(address, groups * LANES)
         scores[: own_low - low] = -np.inf
         scores[own_high - low :] = -np.inf
-        weigh(address, groups, s.states + each * 2 * _FLOAT)
+        weigh(address, groups, scale, s.states + each * 2 * _FLOAT)
 
 
 @_inlined
@@ -214,8 +217,12 @@ def _attend_split(launch, item, s, element, at, here, there):  # type: ignore[no
 
 @_inlined
 def _attend_splits(launch, item, head, s, element, here, there):  # type: ignore[no-untyped-def]
-    """Attend all splits that an item's rows see into its totals; or one that is an item, which is kept."""
+    """Attend all splits that an item's rows see into its totals; or one that is an item, which is kept.
+
+    Returns whether it was the only one: then its sums are the totals.
+    """
     depth, first, last = launch.depth, _begin(launch, item) // SPLIT, (item.position + item.count - 1) // SPLIT
+    is_only = item.split < 0 and first == last
     if item.split >= 0:
         first, last = max(first, item.split), item.split
     for split in range(first, last + 1):
@@ -230,8 +237,9 @@ def _attend_splits(launch, item, head, s, element, here, there):  # type: ignore
                 partial = _partial(launch, item, split, head, row)
                 copy(partial, sums, depth * _FLOAT)
                 copy(partial + depth * _FLOAT, state, 2 * _FLOAT)
-            elif low < high:
+            elif low < high and not is_only:
                 merge(s.totals + row * depth * _FLOAT, s.total_states + row * 2 * _FLOAT, sums, state, depth)
+    return is_only
 
 
 @_compiled
@@ -278,39 +286,32 @@ def _begin_item(launch, item, head, element, s):  # type: ignore[no-untyped-def]
     for row in range(s.rows):
         query = launch.q + (item.token + row // launch.num_groups) * launch.q_stride
         query += (head * launch.num_groups + row % launch.num_groups) * launch.row_stride
-        widen_query(element, s.queries + row * launch.depth * _FLOAT, query, launch.scale, launch.head_dim)
+        load_query(element, s.queries + row * launch.depth * _FLOAT, query, launch.head_dim)
     _floats(s.totals, s.rows * launch.depth)[:] = 0.0
     states = _floats(s.total_states, s.rows * 2)
     states[0::2], states[1::2] = -np.inf, 0.0
 
 
 @_compiled
-def _end_item(launch, item, head, element, s):  # type: ignore[no-untyped-def]
-    for row in range(s.rows):
+def _end_item(launch, item, head, element, totals, states):  # type: ignore[no-untyped-def]
+    for row in range(item.count * launch.num_groups):
         out = launch.out + (item.token + row // launch.num_groups) * launch.out_stride
         out += (head * launch.num_groups + row % launch.num_groups) * launch.row_stride
-        total, state = s.totals + row * launch.depth * _FLOAT, s.total_states + row * 2 * _FLOAT
-        write_row(element, out, total, state, launch.head_dim)
+        write_row(element, out, totals + row * launch.depth * _FLOAT, states + row * 2 * _FLOAT, launch.head_dim)
 
 
 @_inlined
 def _attend_item(launch, item, head, element, memory, here, there):  # type: ignore[no-untyped-def]
     s = _lay_out(launch, item, memory)
     _begin_item(launch, item, head, element, s)
-    _attend_splits(launch, item, head, s, element, here, there)
-    is_done = item.split < 0
+    is_done, totals, states = item.split < 0, s.totals, s.total_states
+    if _attend_splits(launch, item, head, s, element, here, there):
+        totals, states = s.sums, s.states
     if item.split >= 0 and _is_done(launch, item, head):
         _join(launch, item, head, s)
         is_done = True
     if is_done:
-        _end_item(launch, item, head, element, s)
-
-
-@_compiled
-def _next(launch, step):  # type: ignore[no-untyped-def]
-    """Return what a thread does after a step: the next KV head of those taken together, or of others."""
-    step += 1
-    return step if step % launch.heads_together else add_atomically(launch.counters + 8, launch.heads_together)
+        _end_item(launch, item, head, element, totals, states)
 
 
 @_compiled
@@ -329,11 +330,11 @@ def _attend(pointer, element):  # type: ignore[no-untyped-def]
     memory = launch.scratch + add_atomically(launch.counters, 1) * launch.scratch_size
     here, there = memory, memory + 2 * SPLIT * 8
     memory += 4 * SPLIT * 8
-    step = _next(launch, -1)
+    step = add_atomically(launch.counters + 8, 1)
     _locate_step(launch, items, step, here)
     fetch(here, 2 * SPLIT, launch.row_stride)
     while step < len(items) * launch.num_kv_heads:
-        following = _next(launch, step)
+        following = add_atomically(launch.counters + 8, 1)
         _locate_step(launch, items, following, there)
         item, head = items[step // launch.num_kv_heads], step % launch.num_kv_heads
         _attend_item(launch, item, head, element, memory, here, there)

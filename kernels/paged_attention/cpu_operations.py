@@ -109,26 +109,26 @@ def _registers(e: Elements, head_dim: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @intrinsic
-def widen_query(typing_context, element, query, row, scale, head_dim):  # type: ignore[no-untyped-def]
-    """Write a row of elements, scaled, as floats in their order."""
+def load_query(typing_context, element, query, row, head_dim):  # type: ignore[no-untyped-def]
+    """Write a row of elements as `score` reads it: as floats in their order, or pairs of bfloat16."""
 
-    def write(v: Vectors, e: Elements, query: Any, row: Any, scale: Any, head_dim: Any) -> None:
-        factor = v.splat(scale)
+    def write(v: Vectors, e: Elements, query: Any, row: Any, head_dim: Any) -> None:
         for begun, count in _registers(e, head_dim):
-            parts = [v.builder.fmul(part, factor) for part in e.widen(e.load(v.at(row, begun, e.size), count))]
-            if e.parts == 2:
+            parts = e.factors(e.load(v.at(row, begun, e.size), count))
+            if len(parts) == 2:
                 even, odd = parts
                 lanes = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
                 parts = [v.shuffle(even, odd, lanes[:LANES]), v.shuffle(even, odd, lanes[LANES:])]
+            first = v.at(query, v.builder.sdiv(begun, v.number(e.per_factor)))
             for index, part in enumerate(parts):
-                v.store(v.at(v.at(query, begun), index, _VECTOR), part)
+                v.store(v.at(first, index, _VECTOR), part)
 
-    return _operation(write, element, _INT, _INT, _FLOAT, _INT)
+    return _operation(write, element, _INT, _INT, _INT)
 
 
 @intrinsic
 def pack_keys(typing_context, element, packed, rows, ahead, head_dim):  # type: ignore[no-untyped-def]
-    """Write 16 keys as floats, dimension by dimension: [head_dim, 16].
+    """Write 16 keys as `score` reads them: [head_dim, 16] floats, or pairs of bfloat16.
 
     rows: the addresses of the keys; ahead: as many of rows to fetch meanwhile.
     """
@@ -142,9 +142,10 @@ def pack_keys(typing_context, element, packed, rows, ahead, head_dim):  # type: 
             registers = [e.load(key, count) for key in keys]
             for row in later:
                 v.prefetch(row)
-            parts = [part for column in transpose(v, registers) for part in e.widen(column)]
-            for dim, part in enumerate(parts):
-                v.store(v.at(v.at(packed, begun, _VECTOR), dim, _VECTOR), part)
+            first = v.at(packed, v.builder.sdiv(begun, v.number(e.per_factor)), _VECTOR)
+            parts = [part for column in transpose(v, registers) for part in e.factors(column)]
+            for index, part in enumerate(parts):
+                v.store(v.at(first, index, _VECTOR), part)
 
     return _operation(write, element, _INT, _INT, _INT, _INT)
 
@@ -163,80 +164,88 @@ def fetch(typing_context, rows, num_rows, row_size):  # type: ignore[no-untyped-
 
 
 @intrinsic
-def score(typing_context, scores, num_rows, queries, packed, num_groups, head_dim, depth):  # type: ignore[no-untyped-def]
+def score(  # type: ignore[no-untyped-def]
+    typing_context, element, scores, num_rows, queries, packed, ahead, num_groups, head_dim, depth
+):
     """Multiply up to 6 queries, [num_rows, depth], with groups of 16 packed keys, [num_groups, depth, 16].
 
-    Each score is the sum over dimensions in their order.
+    Each score is the sum over dimensions in their order. ahead: addresses of as many rows to fetch meanwhile.
     """
 
-    def write(v: Vectors, scores: Any, num_rows: Any, queries: Any, packed: Any, groups: Any, *dims: Any) -> None:
+    def write(
+        v: Vectors, e: Elements, scores: Any, num_rows: Any, queries: Any, packed: Any, ahead: Any, groups: Any,
+        head_dim: Any, depth: Any,
+    ) -> None:  # fmt: skip
         b = v.builder
-        panels = b.sdiv(groups, v.number(_PANEL))
+        panels, dims = b.sdiv(groups, v.number(_PANEL)), (b.sdiv(head_dim, v.number(e.per_factor)), depth)
         for rows in range(1, MAX_ROWS + 1):
             with b.if_then(b.icmp_signed("==", num_rows, v.number(rows))):
                 with v.loop(0, panels) as (panel, _):
                     group = b.mul(panel, v.number(_PANEL))
-                    _score_groups(v, (rows, _PANEL), v.at(scores, group, _VECTOR), queries, packed, group, *dims)
+                    _score_groups(v, e, (rows, _PANEL), scores, queries, packed, ahead, group, *dims)
                 with v.loop(b.mul(panels, v.number(_PANEL)), groups) as (group, _):
-                    _score_groups(v, (rows, 1), v.at(scores, group, _VECTOR), queries, packed, group, *dims)
+                    _score_groups(v, e, (rows, 1), scores, queries, packed, ahead, group, *dims)
 
-    return _operation(write, *[_INT] * 7)
+    return _operation(write, element, *[_INT] * 8)
 
 
 def _score_groups(
-    v: Vectors, shape: tuple[int, int], scores: Any, queries: Any, packed: Any, group: Any, head_dim: Any, depth: Any
-) -> None:
+    v: Vectors, e: Elements, shape: tuple[int, int], scores: Any, queries: Any, packed: Any, ahead: Any, group: Any,
+    num_factors: Any, depth: Any,
+) -> None:  # fmt: skip
     """shape: how many rows, and groups of keys."""
-    rows, groups = shape
-    group_size = v.builder.mul(depth, v.number(LANES))
-    firsts = [v.at(packed, v.builder.mul(v.builder.add(group, v.number(each)), group_size)) for each in range(groups)]
-    with v.loop(0, head_dim, *[v.floats(0.0)] * (rows * groups)) as (dim, sums):
-        keys = [v.load(v.at(first, dim, _VECTOR)) for first in firsts]
+    b, (rows, groups) = v.builder, shape
+    group_size, later = b.mul(depth, v.number(LANES)), v.at(ahead, group, 8 * LANES)
+    firsts = [v.at(packed, b.mul(b.add(group, v.number(each)), group_size)) for each in range(groups)]
+    with v.loop(0, num_factors, *[v.floats(0.0)] * (rows * groups)) as (index, sums):
+        keys = [v.load(v.at(first, index, _VECTOR), e.FACTORS) for first in firsts]
+        line, row = b.sdiv(index, v.number(LANES * groups)), b.srem(index, v.number(LANES * groups))
+        v.prefetch(v.at(v.load(v.at(later, row, 8), v.INT), line, 64))
         for row in range(rows):
-            query = v.splat(v.load(v.at(v.at(queries, v.builder.mul(depth, v.number(row))), dim), v.FLOAT))
+            query = v.splat(v.load(v.at(v.at(queries, b.mul(depth, v.number(row))), index), e.FACTORS.element))
             for each, key in enumerate(keys, row * groups):
-                sums[each] = v.fma(query, key, sums[each])
+                sums[each] = e.add_product(sums[each], query, key)
     for index, value in enumerate(sums):
         row, each = divmod(index, groups)
-        v.store(v.at(v.at(scores, row, _ROW), each, _VECTOR), value)
+        v.store(v.at(v.at(scores, row, _ROW), b.add(group, v.number(each)), _VECTOR), value)
 
 
 @intrinsic
-def cap(typing_context, scores, num_groups, softcap):  # type: ignore[no-untyped-def]
-    """Turn groups of 16 scores into softcap * tanh(score / softcap)."""
+def cap(typing_context, scores, num_groups, scale, softcap):  # type: ignore[no-untyped-def]
+    """Turn groups of 16 scores into softcap * tanh(score * scale / softcap)."""
 
-    def write(v: Vectors, scores: Any, num_groups: Any, softcap: Any) -> None:
+    def write(v: Vectors, scores: Any, num_groups: Any, scale: Any, softcap: Any) -> None:
         b, one, two = v.builder, v.floats(1.0), v.floats(2.0)
-        limit = v.splat(softcap)
+        factor, limit = v.splat(scale), v.splat(softcap)
         with v.loop(0, num_groups) as (group, _):
             at = v.at(scores, group, _VECTOR)
-            power = v.exp(b.fmul(b.fdiv(v.load(at), limit), two))
+            power = v.exp(b.fmul(b.fdiv(b.fmul(v.load(at), factor), limit), two))
             v.store(at, b.fmul(limit, b.fsub(one, b.fdiv(two, b.fadd(power, one)))))
 
-    return _operation(write, _INT, _INT, _FLOAT)
+    return _operation(write, _INT, _INT, _FLOAT, _FLOAT)
 
 
 @intrinsic
-def weigh(typing_context, scores, num_groups, state):  # type: ignore[no-untyped-def]
-    """Turn groups of 16 scores of one query into exp(score - maximum). state: [2], their maximum and their sum.
+def weigh(typing_context, scores, num_groups, scale, state):  # type: ignore[no-untyped-def]
+    """Turn groups of 16 scores of one query, scaled, into exp(score - maximum).
 
-    Weights are added by lane, then lanes by halves.
+    state: [2], gets the maximum and the sum of the weights, which are added by lane, then lanes by halves.
     """
 
-    def write(v: Vectors, scores: Any, num_groups: Any, state: Any) -> None:
-        b = v.builder
+    def write(v: Vectors, scores: Any, num_groups: Any, scale: Any, state: Any) -> None:
+        b, factor = v.builder, v.splat(scale)
         with v.loop(0, num_groups, v.floats(float("-inf"))) as (group, maxima):
-            maxima[0] = v.larger(v.load(v.at(scores, group, _VECTOR)), maxima[0])
+            maxima[0] = v.larger(b.fmul(v.load(v.at(scores, group, _VECTOR)), factor), maxima[0])
         maximum = v.reduce(maxima[0], v.larger)
         with v.loop(0, num_groups, v.floats(0.0)) as (group, sums):
             at = v.at(scores, group, _VECTOR)
-            weights = v.exp(b.fsub(v.load(at), v.splat(maximum)))
+            weights = v.exp(b.fsub(b.fmul(v.load(at), factor), v.splat(maximum)))
             v.store(at, weights)
             sums[0] = b.fadd(sums[0], weights)
         v.store(state, maximum)
         v.store(v.at(state, 1), v.reduce(sums[0], b.fadd))
 
-    return _operation(write, _INT, _INT, _INT)
+    return _operation(write, _INT, _INT, _FLOAT, _INT)
 
 
 @intrinsic

@@ -17,6 +17,8 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from kvern.kernels.cpu import HAS_BF16
+
 LANES = 16
 
 _I16, _I32, _F16 = ir.IntType(16), ir.IntType(32), ir.HalfType()
@@ -24,6 +26,22 @@ _INTS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES
 _SHORTS, _HALVES = ir.VectorType(_I16, LANES), ir.VectorType(_F16, LANES)
 
 _HIGH = 0xFFFF0000
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 class Vectors:
@@ -150,6 +168,10 @@ class Elements:
         """Vectors of floats that a register widens to."""
         self.unit = LANES * self.parts
         """Elements in a register."""
+        self._is_paired = self._type == types.uint16 and HAS_BF16
+        self.per_factor = 2 if self._is_paired else 1
+        """Elements in a lane of what `add_product` multiplies."""
+        self.FACTORS = _INTS if self._is_paired else _FLOATS
 
     def count(self, elements: Any) -> Any:
         """Return how many registers hold some elements."""
@@ -183,6 +205,17 @@ class Elements:
             return [b.bitcast(each, _FLOATS) for each in bits]
         shorts = [b.trunc(each, _SHORTS) for each in (register, b.lshr(register, v.ints(16)))]
         return [b.fpext(b.bitcast(each, _HALVES), _FLOATS) for each in shorts]
+
+    def factors(self, register: Any) -> list[Any]:
+        """Return what `add_product` multiplies: the register as it is on a CPU that multiplies pairs, else widened."""
+        return [register] if self._is_paired else self.widen(register)
+
+    def add_product(self, total: Any, a: Any, b: Any) -> Any:
+        """Return the total with the product of two factors added in each lane, of pairs the sum of both products."""
+        if not self._is_paired:
+            return self.vectors.fma(a, b, total)
+        pairs = [self.vectors.builder.bitcast(factor, _PAIRS) for factor in (a, b)]
+        return self.vectors.call("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, total, *pairs)
 
     def narrow(self, parts: list[Any]) -> Any:
         """Round to nearest, ties to even."""

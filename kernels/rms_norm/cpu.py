@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-import numba
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvern.kernels.cpu import bfloats, compiled, rounded, threads_for, widened
+from kvern.kernels.cpu import (
+    Argument,
+    Operation,
+    bfloats,
+    compiled,
+    integers,
+    rounded,
+    run,
+    take,
+    thread_kernel,
+    threads_for,
+    widened,
+)
 
 _LANES = 64
 """Squares that are added up side by side."""
+
+_ROWS = 2
+"""That a thread takes at a time."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
@@ -32,16 +48,35 @@ def add_rms_norm(
     return out, total
 
 
+def norm_operation(
+    x: Argument, residual: Argument, weight: Tensor, out: Argument, total: Argument, num_tokens: Argument,
+    eps: float, *, unit_offset: bool,
+) -> Operation:  # fmt: skip
+    """Return the norm of x + residual as an operation. All but the weight are addresses; residual: 0 for none.
+
+    x, residual, out, total: [num_tokens, size], contiguous. total may be where residual is, or x.
+    """
+    size = weight.shape[0]
+    arguments = (x, 2 * size, 0, residual, weight.data_ptr(), out, total, num_tokens, 1, size)
+    return Operation(_norm, (*arguments, _bits(eps), int(unit_offset)))
+
+
 def _launch(x: Tensor, residual: int, weight: Tensor, out: Tensor, total: int, eps: float, unit_offset: bool) -> None:
     shape, strides = x.shape, x.stride()
     num_heads = shape[1] if len(shape) == 3 else 1
     addresses = (x.data_ptr(), 2 * strides[0], 2 * strides[-2], residual, weight.data_ptr(), out.data_ptr(), total)
-    num_rows, rest = shape[0] * num_heads, (num_heads, shape[-1], eps, 1.0 if unit_offset else 0.0)
+    num_rows, rest = shape[0] * num_heads, (num_heads, shape[-1], _bits(eps), int(unit_offset))
     num_threads = threads_for(x.numel())
     if num_threads == 1:
         _norm_rows(*addresses, 0, num_rows, *rest)
     else:
-        _norm(*addresses, num_rows, *rest, num_threads)
+        run(Operation(_norm, (*addresses, num_rows, *rest)), num_threads)
+
+
+@cache
+def _bits(number: float) -> int:
+    """Return the bits of a float32."""
+    return int(np.float32(number).view(np.int32))
 
 
 @compiled
@@ -67,8 +102,11 @@ def _inverse_norm(row, lanes, eps):  # type: ignore[no-untyped-def]
 
 @compiled
 def _norm_rows(x, x_stride, x_head_stride, residual, weight, out, total, begin, end, num_heads, size, eps, offset):  # type: ignore[no-untyped-def]
-    """Norm rows [begin, end), those of one token together. Addresses, and strides in bytes; residual: 0 for none."""
-    eps, offset = np.float32(eps), np.float32(offset)
+    """Norm rows [begin, end), those of one token together.
+
+    Addresses, and strides in bytes; residual: 0 for none; eps: the bits of a float32.
+    """
+    eps, offset = np.int32(eps).view(np.float32), np.float32(offset)
     weights = bfloats(weight, size)
     lanes = np.empty(_LANES, dtype=np.float32)
     for row in range(begin, end):
@@ -84,12 +122,13 @@ def _norm_rows(x, x_stride, x_head_stride, residual, weight, out, total, begin, 
             outputs[place] = rounded(widened(values[place]) * inverse * (offset + widened(weights[place])))
 
 
-def _norm_all(  # type: ignore[no-untyped-def]
-    x, x_stride, x_head_stride, residual, weight, out, total, num_rows, num_heads, size, eps, offset, num_threads
-):
-    for thread in numba.prange(num_threads):
-        begin, end = thread * num_rows // num_threads, (thread + 1) * num_rows // num_threads
+@thread_kernel
+def _norm(arguments):  # type: ignore[no-untyped-def]
+    _, x, x_stride, x_head_stride, residual, weight, out, total, num_rows, num_heads, size, eps, offset = integers(
+        arguments, 13
+    )
+    begin = take(arguments, _ROWS)
+    while begin < num_rows:
+        end = min(begin + _ROWS, num_rows)
         _norm_rows(x, x_stride, x_head_stride, residual, weight, out, total, begin, end, num_heads, size, eps, offset)
-
-
-_norm = compiled(_norm_all, parallel=True)
+        begin = take(arguments, _ROWS)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvern.kernels.cpu import bfloats, compiled, integers, rounded, threads_for, widened
+from kvern.kernels.cpu import (
+    Argument,
+    Operation,
+    bfloats,
+    compiled,
+    integers,
+    rounded,
+    run,
+    take,
+    thread_kernel,
+    threads_for,
+    widened,
+)
+
+_TOKENS = 2
+"""That a thread takes at a time."""
 
 
 def rotary_kv(
@@ -21,17 +35,24 @@ def rotary_kv(
     num_tokens, _, head_dim = heads.shape
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=torch.bfloat16)
     cos, sin = (0, 0) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
-    block_stride, layer_stride, part_stride, head_stride, _, _ = kv.stride()
-    addresses = (heads.data_ptr(), cos, sin, out.data_ptr(), slots.data_ptr(), kv.data_ptr() + 2 * layer * layer_stride)
-    strides = (2 * block_stride, 2 * part_stride, 2 * head_stride)
     rotary_dim = 0 if rotation is None else rotation[0].shape[2]
-    sizes = (num_heads, kv.shape[3], kv.shape[4], head_dim, rotary_dim)
-    num_threads = threads_for(heads.numel())
-    if num_threads == 1:
-        _rotate_tokens(*addresses, *strides, 0, num_tokens, *sizes)
-    else:
-        _rotate(*addresses, *strides, num_tokens, *sizes, num_threads)
+    operation = rotary_operation(
+        heads.data_ptr(), num_heads, cos, sin, rotary_dim, kv, layer, slots.data_ptr(), out.data_ptr(), num_tokens
+    )
+    run(operation, threads_for(heads.numel()))
     return out
+
+
+def rotary_operation(
+    heads: Argument, num_heads: int, cos: Argument, sin: Argument, rotary_dim: int, kv: Tensor, layer: int,
+    slots: Argument, out: Argument, num_tokens: Argument,
+) -> Operation:  # fmt: skip
+    """Return rotation and KV write as an operation. All but kv are addresses; rotary_dim: 0 for no rotation."""
+    block_stride, layer_stride, part_stride, head_stride, _, _ = kv.stride()
+    addresses = (heads, cos, sin, out, slots, kv.data_ptr() + 2 * layer * layer_stride)
+    strides = (2 * block_stride, 2 * part_stride, 2 * head_stride)
+    sizes = (num_heads, kv.shape[3], kv.shape[4], kv.shape[5], rotary_dim)
+    return Operation(_rotate, (*addresses, *strides, num_tokens, *sizes))
 
 
 @compiled
@@ -78,16 +99,16 @@ def _rotate_tokens(  # type: ignore[no-untyped-def]
                 destination += head_stride
 
 
-def _rotate_all(  # type: ignore[no-untyped-def]
-    heads, cos, sin, out, slots, kv, block_stride, part_stride, head_stride,
-    num_tokens, num_heads, num_kv_heads, block_size, head_dim, rotary_dim, num_threads,
-):  # fmt: skip
-    for thread in numba.prange(num_threads):
+@thread_kernel
+def _rotate(arguments):  # type: ignore[no-untyped-def]
+    (
+        _, heads, cos, sin, out, slots, kv, block_stride, part_stride, head_stride,
+        num_tokens, num_heads, num_kv_heads, block_size, head_dim, rotary_dim,
+    ) = integers(arguments, 16)  # fmt: skip
+    begin = take(arguments, _TOKENS)
+    while begin < num_tokens:
         _rotate_tokens(
             heads, cos, sin, out, slots, kv, block_stride, part_stride, head_stride,
-            thread * num_tokens // num_threads, (thread + 1) * num_tokens // num_threads,
-            num_heads, num_kv_heads, block_size, head_dim, rotary_dim,
+            begin, min(begin + _TOKENS, num_tokens), num_heads, num_kv_heads, block_size, head_dim, rotary_dim,
         )  # fmt: skip
-
-
-_rotate = compiled(_rotate_all, parallel=True)
+        begin = take(arguments, _TOKENS)

@@ -6,12 +6,11 @@ for torch's softmax alone.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvern.kernels.cpu import compiled, num_threads
+from kvern.kernels.cpu import Operation, compiled, doubles, floats, integers, run, take, thread_kernel
 from kvern.kernels.sampling.weights import COEFFICIENTS, EXPONENT_BIAS, LEAST_EXPONENT, LOG2_E, MANTISSA_BITS
 
 _C5, _C4, _C3, _C2, _C1, _C0 = (np.float32(coefficient) for coefficient in COEFFICIENTS)
@@ -31,10 +30,11 @@ def token_weights(scaled: Tensor) -> Tensor:
 
 def greatest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's greatest logit, NaN where it holds one, and the lowest id that has it. logits: float32."""
-    best, token_ids = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
-    (_find if len(logits) > 1 and num_threads() > 1 else _find_one_by_one)(
-        logits.contiguous().numpy(), best.numpy(), token_ids.numpy()
-    )
+    logits, (num_rows, vocab_size) = logits.contiguous(), logits.shape
+    best, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    num_threads = min(num_rows, torch.get_num_threads())
+    arguments = logits.data_ptr(), num_rows, vocab_size, best.data_ptr(), token_ids.data_ptr()
+    run(Operation(_find, arguments), num_threads)
     return best, token_ids
 
 
@@ -44,15 +44,13 @@ def draw(logits: Tensor, best: Tensor, rows: Tensor, temperature: Tensor, unifor
     logits: [num_rows, vocab_size] float32; best: [num_rows] float32, each row's greatest, where not finite the token is
     0; rows: [num_drawn] int64; temperature: [num_drawn] float32; uniform: [num_drawn] float64 in [0, 1).
     """
-    token_ids = torch.zeros(len(rows), dtype=torch.int64)
-    (_draw if len(rows) > 1 and num_threads() > 1 else _draw_one_by_one)(
-        logits.contiguous().numpy(),
-        best.numpy(),
-        rows.numpy(),
-        temperature.numpy(),
-        uniform.numpy(),
-        token_ids.numpy(),
-    )
+    num_drawn = len(rows)
+    logits, best, rows = logits.contiguous(), best.contiguous(), rows.contiguous()
+    temperature, uniform = temperature.contiguous(), uniform.contiguous()
+    token_ids = torch.zeros(num_drawn, dtype=torch.int64)
+    of_rows = logits.data_ptr(), logits.shape[1], len(logits), best.data_ptr()
+    drawn = num_drawn, rows.data_ptr(), temperature.data_ptr(), uniform.data_ptr(), token_ids.data_ptr()
+    run(Operation(_draw, (*of_rows, *drawn)), min(num_drawn, torch.get_num_threads()))
     return token_ids
 
 
@@ -105,24 +103,15 @@ def _find_greatest(values):  # type: ignore[no-untyped-def]
     return first
 
 
-@compiled
-def _find_row(logits, row, best, token_ids):  # type: ignore[no-untyped-def]
-    token_ids[row] = _find_greatest(logits[row])
-    best[row] = logits[row, token_ids[row]]
-
-
-@compiled
-def _find_one_by_one(logits, best, token_ids):  # type: ignore[no-untyped-def]
-    for row in range(len(logits)):
-        _find_row(logits, row, best, token_ids)
-
-
-def _find_all(logits, best, token_ids):  # type: ignore[no-untyped-def]
-    for row in numba.prange(len(logits)):
-        _find_row(logits, row, best, token_ids)
-
-
-_find = compiled(_find_all, parallel=True)
+@thread_kernel
+def _find(arguments):  # type: ignore[no-untyped-def]
+    _, logits, num_rows, vocab_size, best, token_ids = integers(arguments, 6)
+    row = take(arguments, 1)
+    while row < num_rows:
+        values = floats(logits + 4 * row * vocab_size, vocab_size)
+        token_id = _find_greatest(values)
+        integers(token_ids, num_rows)[row], floats(best, num_rows)[row] = token_id, values[token_id]
+        row = take(arguments, 1)
 
 
 @compiled
@@ -155,22 +144,16 @@ def _invert(values, greatest, temperature, uniform):  # type: ignore[no-untyped-
         token += 1
 
 
-@compiled
-def _draw_row(logits, best, rows, temperature, uniform, token_ids, place):  # type: ignore[no-untyped-def]
-    row = rows[place]
-    if np.isfinite(best[row]):
-        token_ids[place] = _invert(logits[row], best[row], temperature[place], uniform[place])
-
-
-@compiled
-def _draw_one_by_one(logits, best, rows, temperature, uniform, token_ids):  # type: ignore[no-untyped-def]
-    for place in range(len(rows)):
-        _draw_row(logits, best, rows, temperature, uniform, token_ids, place)
-
-
-def _draw_all(logits, best, rows, temperature, uniform, token_ids):  # type: ignore[no-untyped-def]
-    for place in numba.prange(len(rows)):
-        _draw_row(logits, best, rows, temperature, uniform, token_ids, place)
-
-
-_draw = compiled(_draw_all, parallel=True)
+@thread_kernel
+def _draw(arguments):  # type: ignore[no-untyped-def]
+    _, logits, vocab_size, num_rows, best, num_drawn, rows, temperature, uniform, token_ids = integers(arguments, 10)
+    place = take(arguments, 1)
+    while place < num_drawn:
+        row = integers(rows, num_drawn)[place]
+        greatest = floats(best, num_rows)[row]
+        if np.isfinite(greatest):
+            values = floats(logits + 4 * row * vocab_size, vocab_size)
+            share = doubles(uniform, num_drawn)[place]
+            token_id = _invert(values, greatest, floats(temperature, num_drawn)[place], share)
+            integers(token_ids, num_drawn)[place] = token_id
+        place = take(arguments, 1)

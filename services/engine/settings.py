@@ -38,7 +38,7 @@ class EngineSettings(ServiceSettings):
     """auto: cuda where there is one."""
 
     attention_backend: Literal["auto", "triton", "torch", "numba"] = "auto"
-    """auto: triton on a GPU; on a CPU numba for float32 and torch for other types."""
+    """auto: triton on a GPU; on a CPU numba, and torch for KV in fp8."""
 
     enforce_eager: bool = False
     """Launch a GPU's steps piece by piece, not as CUDA graphs: to compare, or where memory for graphs lacks."""

@@ -37,3 +37,10 @@ def test_table_says_which_figure_misses_its_aim(capsys: pytest.CaptureFixture[st
         ["c1", "tok_s", "100.0", "60.0", "1.67", ">=", "1.4"],
         ["c16", "tok_s", "100.0", "60.0", "1.67", ">=", "1.8", "MISSED"],
     ]
+
+
+def test_weights_in_4_bits_are_beside_those_of_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = {name: [replace(ROUND, tok_s=tok_s)] for name, tok_s in ((peer.OURS_IN_4_BITS, 90.0), (peer.LLAMA, 100.0))}
+    peer.print_table({"c1": {peer.OURS: [ROUND], peer.PEER: [ROUND]} | rounds})
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "tok_s" in line]
+    assert rows[1] == ["c1", "tok_s", "90.0", "100.0", "0.90", ">=", "1", "MISSED"]

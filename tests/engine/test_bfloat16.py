@@ -10,7 +10,7 @@ from kvern.engine.config import EngineConfig
 from kvern.engine.model.loader import LoadedModel, load_model
 from kvern.engine.request import SamplingParams
 from kvern.engine.startup import build_engine
-from kvern.kernels.linear.bfloat_kernel import HAS_BF16
+from kvern.kernels.cpu import HAS_BF16
 
 from .engine_harness import EngineHarness
 

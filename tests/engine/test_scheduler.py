@@ -334,6 +334,19 @@ def test_long_prompt_alone_gets_the_whole_budget() -> None:
     assert [entry.num_tokens for entry in plan.entries] == [64]
 
 
+def test_long_prompts_are_computed_one_after_another() -> None:
+    engine = Engine(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=1200)
+    first = engine.add([1] * 600)
+    engine.step()
+    second, longer = engine.add([2] * 600), engine.add([3] * 700)
+    while left := 600 - first.num_computed_tokens:
+        plan, _ = engine.step()
+        assert [(entry.request, entry.num_tokens) for entry in plan.entries[:1]] == [(first, min(64, left))]
+    assert second.num_computed_tokens + longer.num_computed_tokens < 64
+    engine.run()
+    assert set(engine.outputs) == {first.request_id, second.request_id, longer.request_id}
+
+
 def test_decodes_behind_a_long_prompt_run_in_every_step() -> None:
     """C13."""
     engine = Engine(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=32, max_model_len=1200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvern.engine.config import EngineConfig
 from kvern.engine.kv_cache import allocate_kv
+from kvern.engine.model.language_model import Forward, LanguageModel
 from kvern.engine.model.loader import LoadedModel
 from kvern.engine.plan import Plan, PlanEntry
 from kvern.engine.request import Request, SamplingParams, StoppingParams
@@ -82,9 +84,18 @@ def expected_tokens(model: Any, num_tokens: int, prompt: list[int] = PROMPT) -> 
 
 
 @torch.inference_mode()
-def paged_logits(model: LoadedModel, chunk: int, token_ids: list[int] = PROMPT) -> Tensor:
-    """Return the logits of all positions, run in chunks beside a sequence of other tokens, over shuffled blocks."""
+def paged_logits(
+    model: LoadedModel,
+    chunk: int,
+    token_ids: list[int] = PROMPT,
+    compiled: Callable[[LanguageModel, Tensor, int], Forward] = lambda module, kv, max_num_tokens: module,
+) -> Tensor:
+    """Return the logits of all positions, run in chunks beside a sequence of other tokens, over shuffled blocks.
+
+    compiled: returns what computes hidden states; what that returns holds until it is called again.
+    """
     kv = allocate_kv(model, _BLOCK_SIZE, _NUM_BLOCKS).fill_(float("nan"))
+    forward = compiled(model.module, kv, 2 * chunk)
     table = torch.tensor(random.Random(chunk).sample(range(_NUM_BLOCKS), 60), dtype=torch.int32).view(2, 30)
     rows = torch.stack((torch.tensor(token_ids), torch.tensor(token_ids).flip(0)))
     hidden = []
@@ -99,8 +110,8 @@ def paged_logits(model: LoadedModel, chunk: int, token_ids: list[int] = PROMPT) 
             slot_mapping=(blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE).flatten(),
             sliding_windows=model.config.sliding_windows,
         )
-        step = model.module(rows[:, positions].flatten(), positions.repeat(2), attention, kv)
-        hidden.append(step[: len(positions)])
+        step = forward(rows[:, positions].flatten(), positions.repeat(2), attention, kv)
+        hidden.append(step[: len(positions)].clone())
     return model.module.logits(torch.cat(hidden))
 
 

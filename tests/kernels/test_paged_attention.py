@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvern.kernels import cpu_threads
 from kvern.kernels.paged_attention import (
     choose_backend,
-    cpu_threads,
     paged_attention,
     plan_attention,
     reference,
@@ -131,9 +131,13 @@ def test_attention_on_any_number_of_threads_is_the_same_bits(num_threads: int, m
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_attention_in_two_bytes_is_that_in_float32_rounded(head_dim: int, dtype: torch.dtype) -> None:
+    """But for what lies next to a tie: a CPU may multiply bfloat16 in pairs."""
     step = make_step(*MIXED, head_dim=head_dim, dtype=dtype)
     wide = replace(step, **{name: getattr(step, name).float() for name in ("kv", "q", "k", "v")})
-    assert torch.equal(run(step), run(wide).to(dtype))
+    in_float32 = run(wide)
+    margin = in_float32.abs() * 2e-6 + 2e-6
+    actual, below, above = run(step), in_float32 - margin, in_float32 + margin
+    assert bool(((below.to(dtype) <= actual) & (actual <= above.to(dtype))).all())
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
