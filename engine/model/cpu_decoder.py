@@ -68,7 +68,7 @@ class CpuDecoder:
     def __call__(self, token_ids: Tensor, positions: Tensor, attention: AttentionMetadata, kv: Tensor) -> Tensor:
         assert isinstance(attention.plan, Plan)
         num_tokens, memory, decoder = len(token_ids), self._memory, self._decoder
-        memory.residual[:num_tokens] = decoder.embed_tokens(token_ids)
+        memory.embedded[:num_tokens] = decoder.embed_tokens(token_ids)
         slots = attention.slot_mapping.contiguous()
         rotations = [embedding(positions, kv.dtype) for embedding in decoder.rotary_embeddings]
         symbols = {_NUM_TOKENS: num_tokens, _SLOTS: slots.data_ptr()}
@@ -121,16 +121,22 @@ class _Memory:
             return torch.empty(max_num_tokens, *shape, dtype=torch.bfloat16)
 
         self.residual, self.normed, self.added = empty(hidden_size), empty(hidden_size), empty(hidden_size)
+        self.embedded, self._next_residual = self.residual, empty(hidden_size)
         self.heads = empty(num_heads + 2 * num_kv_heads, head_dim)
         self.queries, self.attended = empty(num_heads, head_dim), empty(num_heads, head_dim)
         self.gate_up, self.gated = empty(2 * size), empty(size)
 
     def norm(self, norm: RMSNorm) -> Operation:
-        return self._norm(norm, self.residual, 0, 0)
+        return self._norm(norm, self.embedded, 0, 0)
 
     def add_norm(self, norm: RMSNorm) -> Operation:
-        """Norm what was added last and the residual, and let their sum be the residual."""
-        return self._norm(norm, self.added, self.residual.data_ptr(), self.residual.data_ptr())
+        """Norm what was added last and the residual, and let their sum be the residual of whoever comes next.
+
+        It is not written where the old one lies: a loop over what overlaps is not compiled to vectors.
+        """
+        operation = self._norm(norm, self.added, self.residual.data_ptr(), self._next_residual.data_ptr())
+        self.residual, self._next_residual = self._next_residual, self.residual
+        return operation
 
     def _norm(self, norm: RMSNorm, x: Tensor, residual: int, total: int) -> Operation:
         addresses = x.data_ptr(), residual, norm.weight, self.normed.data_ptr(), total

@@ -56,16 +56,20 @@ def rotary_operation(
 
 
 @compiled
+def _rotate_half(x, other, out, cosines, sines):  # type: ignore[no-untyped-def]
+    for dim in range(len(out)):
+        out[dim] = rounded(widened(x[dim]) * cosines[dim] + widened(other[dim]) * sines[dim])
+
+
+@compiled
 def _rotate_head(source, destination, cosines, sines, head_dim):  # type: ignore[no-untyped-def]
     """Write x * cos + swapped x * sin. source, destination: addresses; cosines, sines: [rotary_dim] float32."""
-    x, out = bfloats(source, head_dim), bfloats(destination, head_dim)
     half = len(cosines) // 2
-    for dim in range(half):
-        out[dim] = rounded(widened(x[dim]) * cosines[dim] + widened(x[half + dim]) * sines[dim])
-    for dim in range(half, 2 * half):
-        out[dim] = rounded(widened(x[dim]) * cosines[dim] + widened(x[dim - half]) * sines[dim])
+    x, y = bfloats(source, half), bfloats(source + 2 * half, half)
+    _rotate_half(x, y, bfloats(destination, half), cosines[:half], sines[:half])
+    _rotate_half(y, x, bfloats(destination + 2 * half, half), cosines[half:], sines[half:])
     for dim in range(2 * half, head_dim):
-        out[dim] = x[dim]
+        bfloats(destination, head_dim)[dim] = bfloats(source, head_dim)[dim]
 
 
 @compiled
