@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from kvern.client import Client
 from tests.engine.reference_tokens import read_reference_tokens
@@ -22,6 +24,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # pytest-xdist's workers ignore Ctrl-C, and the commands they start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _EndToEndTogether(LoadFileScheduling):
+    """One worker gets all of `e2e`, whose files share replicas that take half a minute and all cores to start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return _EndToEndTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
