@@ -171,7 +171,7 @@ async def test_resumed_choices_give_what_the_broken_stream_had_left(address: str
 
 async def test_parked_request_waits_for_unpark_while_others_run(address: str) -> None:
     async with connect(address) as (connection, _):
-        await connection.add(1, [5, 6], 200, temperature=0)
+        await connection.add(1, [5, 6], 100, temperature=0)
         while 1 not in connection.tokens:
             await connection.read()
         await connection.park(1)
@@ -181,7 +181,7 @@ async def test_parked_request_waits_for_unpark_while_others_run(address: str) ->
         assert connection.load.num_running == 0
         await connection.unpark(1)
         await connection.read_until_ended(1)
-    assert len(connection.tokens[1]) == 200
+    assert len(connection.tokens[1]) == 100
 
 
 async def test_same_seed_same_tokens_and_another_seed_others(address: str) -> None:
