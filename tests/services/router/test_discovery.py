@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvern.services.router import replicas
+from kvern.services.router import discovery, replicas
 from kvern.services.router.discovery import Discovery, fixed_addresses, resolve
 from kvern.services.router.replicas import Replica, ReplicaTable
 from kvern.services.runtime.redis_index import RegistryEntry
@@ -77,6 +77,13 @@ class Watched:
 
     def register(self, *entries: RegistryEntry) -> None:
         self.table.set_registered({each.replica: each for each in entries})
+
+
+@pytest.fixture(autouse=True)
+def frequent_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most tests wait for the next poll of a replica or of a name."""
+    monkeypatch.setattr(replicas, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(discovery, "MIN_RESOLVE_INTERVAL_S", 0.05)
 
 
 @pytest.fixture
@@ -233,8 +240,10 @@ async def test_stream_at_a_replica_that_is_forgotten_goes_on_to_its_end(tmp_path
             assert b"whole" in (await anext(frames)).client_frame
 
 
-async def test_list_with_a_name_follows_what_it_resolves_to(tmp_path: Path) -> None:
+async def test_list_with_a_name_follows_what_it_resolves_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed call has it resolved again at once; a name that is gone means what it last meant."""
+    monkeypatch.setattr(replicas, "POLL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(discovery, "RESOLVE_INTERVAL_S", 60.0)
     answers: asyncio.Queue[set[str] | None] = asyncio.Queue()
 
     async def answer(name: str) -> set[str]:
@@ -246,7 +255,7 @@ async def test_list_with_a_name_follows_what_it_resolves_to(tmp_path: Path) -> N
 
     fixed = f"unix:{tmp_path}/fixed.sock"
     watched = Watched(fixed)
-    discovery = asyncio.create_task(Discovery([fixed, "dns:///replicas:50052"], watched.table, answer).watch())
+    resolving = asyncio.create_task(Discovery([fixed, "dns:///replicas:50052"], watched.table, answer).watch())
     try:
         async with watched.watching() as table:
             listed = lambda: {each.address for each in table if each.is_listed}  # noqa: E731
@@ -260,7 +269,7 @@ async def test_list_with_a_name_follows_what_it_resolves_to(tmp_path: Path) -> N
             table.suspect(table[fixed])
             await watched.until(lambda: listed() == {fixed, "127.0.0.1:2"})
     finally:
-        discovery.cancel()
+        resolving.cancel()
 
 
 async def test_resolve_gives_addresses_with_the_port() -> None:
