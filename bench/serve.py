@@ -44,6 +44,8 @@ class Measured:
     tokens_per_chunk: float
     client_us_per_token: float
     """CPU time of this process for a token that came."""
+    num_tokens: int
+    """That came, long prompts' among them."""
 
 
 def measure(url: str, name: str, seed: float, workload: Workload | None = None) -> Measured:
@@ -83,6 +85,7 @@ def summarize(name: str, answers: Answers, client_s: float) -> Measured:
         long_ttft_p50=percentile([each.first_token_s for each in answers.long], 50) if answers.long else None,
         tokens_per_chunk=_num_tokens(every) / sum(len(each.arrivals) for each in every),
         client_us_per_token=client_s / _num_tokens(every) * 1e6,
+        num_tokens=_num_tokens(every),
     )
 
 

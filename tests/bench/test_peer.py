@@ -8,7 +8,7 @@ import peer
 import pytest
 from serve import Measured
 
-ROUND = Measured("c1", 100.0, 0.02, 0.03, 0.01, 0.015, None, 1.0, 30.0)
+ROUND = Measured("c1", 100.0, 0.02, 0.03, 0.01, 0.015, None, 1.0, 30.0, 512)
 
 
 def test_rounds_run_backwards_in_turn_and_medians_are_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
