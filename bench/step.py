@@ -3,7 +3,8 @@
     python bench/step.py [MODEL] [--batch N] [--context N] [--sampled] [--dtype bfloat16] [--profile] [--json]
 
 N requests with random prompts decode together until enough steps were measured. The first ones are left out. With
---profile the model's parts are timed as well, one call at a time, which makes the step somewhat longer.
+--profile the model's parts are timed as well, one call at a time, which makes the step somewhat longer: by some
+microseconds each of 270 operations, which are otherwise one program.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -31,15 +34,20 @@ from kvern.engine.core import Add, Output, Stop
 from kvern.engine.model.causal_lm import CausalLM
 from kvern.engine.model.layers import Linear
 from kvern.engine.model.loader import load_model
+from kvern.engine.model.ops import LayerOps, choose_ops
 from kvern.engine.plan import StepStats, StepTimes
 from kvern.engine.request import Request, SamplingParams, StoppingParams
 from kvern.engine.startup import Engine, build_engine
+from kvern.kernels.cpu import Operation
+from kvern.kernels.cpu_program import Program
 from kvern.kernels.paged_attention import paged_attention
 from kvern.services.runtime.model_source import DEFAULT_MODEL, find_model
 
 NUM_WARM_UP_STEPS = 10
 PHASES = tuple(field.name.removesuffix("_ns") for field in fields(StepTimes))
 _COMPUTED = ("forward", "sample")
+
+LINEAR, NORMS, ROTATION, ATTENTION, ACTIVATION = "linear layers", "norms", "rotary and KV", "attention", "activation"
 
 
 @dataclass(frozen=True)
@@ -86,17 +94,43 @@ class Parts:
 
     @contextmanager
     def of(self, module: nn.Module) -> Iterator[None]:
-        """Time a model's parts from here on."""
+        """Time a model's parts from here on, in an engine that is built from here on."""
         assert isinstance(module, CausalLM), "transformers' own models have other parts"
         for name, layer in module.named_modules():
             if isinstance(layer, Linear):
-                layer.forward = self.timed("head" if name == "lm_head" else "linear layers", layer.forward)  # type: ignore[method-assign]
-        ops = module.model.norm.ops
-        operations = {"norm": "norms", "add_norm": "norms", "rotate_and_store": "rotary and KV", "gate": "activation"}
-        with patch("kvern.engine.model.attention.paged_attention", self.timed("attention", paged_attention)):
-            for operation, name in operations.items():
-                setattr(ops, operation, self.timed(name, getattr(ops, operation)))
+                layer.forward = self.timed("head" if name == "lm_head" else LINEAR, layer.forward)  # type: ignore[method-assign]
+        attention = self.timed(ATTENTION, paged_attention)
+        with (
+            patch("kvern.engine.model.attention.paged_attention", attention),
+            patch("kvern.engine.runner.choose_ops", self._timed_ops),
+            patch("kvern.engine.model.cpu_decoder.Program", partial(TimedProgram, self)),
+        ):
             yield
+
+    def _timed_ops(self, *arguments: Any, **options: Any) -> LayerOps:
+        ops = copy(choose_ops(*arguments, **options))
+        operations = {"norm": NORMS, "add_norm": NORMS, "rotate_and_store": ROTATION, "gate": ACTIVATION}
+        for operation, name in operations.items():
+            setattr(ops, operation, self.timed(name, getattr(ops, operation)))
+        return ops
+
+
+class TimedProgram:
+    """In place of a program: its operations, each a program of its own, some microseconds longer by that."""
+
+    def __init__(self, parts: Parts, operations: Sequence[Operation]) -> None:
+        self._runs = [parts.timed(_part(operation), Program([operation]).run) for operation in operations]
+
+    def run(self, num_threads: int, symbols: Mapping[str, int]) -> None:
+        for run in self._runs:
+            run(num_threads, symbols)
+
+
+def _part(operation: Operation) -> str:
+    name = operation.kernel.__name__
+    if "multiply" in name:
+        return LINEAR
+    return {"_norm": NORMS, "_rotate": ROTATION, "_silu": ACTIVATION, "_gelu": ACTIVATION}.get(name, ATTENTION)
 
 
 class Measurement:
@@ -184,10 +218,9 @@ def main(
         max_model_len=longest,
         num_blocks=batch * (longest // 16 + 1),
     )
-    loaded = load_model(config)
-    engine = build_engine(loaded, config)
-    parts = Parts()
+    loaded, parts = load_model(config), Parts()
     with parts.of(loaded.module) if profile else nullcontext():
+        engine = build_engine(loaded, config)
         cost = measure(engine, batch, context, steps, SamplingParams(temperature=1.0 if sampled else 0.0), parts)
     print(json.dumps(asdict(cost))) if as_json else Console().print(_table(cost))
 

@@ -2,54 +2,82 @@
 
 from __future__ import annotations
 
-_FORGET = 0.98
-"""Weight of all earlier steps against the newest: contexts grow, machines get busy."""
+_FORGET_DECODE, _FORGET_PREFILL = 0.98, 0.9
+"""Weight of all earlier steps of a kind against the newest: contexts grow, machines get busy. Within one long prompt a
+token's cost doubles and more."""
 
-_PRIOR_VARIANCE = 1e4
+_LEAST_VARIANCE = 0.01
+"""Of numbers of decodes: below it nothing is known of what one more costs."""
 
 
 class StepCost:
-    """seconds = base + per_decode * num_decodes + per_prefill_token * num_prefill_tokens, by recursive least squares
-    with exponential forgetting.
+    """seconds = base + per_decode * num_decodes + per_prefill_token * num_prefill_tokens, none of them below zero.
 
-    Source: any text on adaptive filters, for example Haykin, Adaptive Filter Theory, chapter 10.
+    Base and decodes are learnt from steps without prefill alone, a prefill token from what the others take longer. So
+    what is known of one kind does not fade while only the other runs, and what a first step takes for a start is not
+    mistaken for what each one does.
     """
 
     def __init__(self) -> None:
-        self._weights = [0.0, 0.0, 0.0]
-        self._covariance = [[_PRIOR_VARIANCE * (i == j) for j in range(3)] for i in range(3)]
-        self._has_steps = False
-        self._has_prefill = False
+        self._decodes = _Line()
+        self._prefill_s = self._num_prefill_tokens = 0.0
 
     def observe(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
-        """Learn from one step. Milliseconds inside, so that the numbers are near 1."""
-        x = [1.0, num_decodes / 10, num_prefill_tokens / 100]
-        px = [sum(row[j] * x[j] for j in range(3)) for row in self._covariance]
-        gain_scale = 1.0 / (_FORGET + sum(x[i] * px[i] for i in range(3)))
-        error = 1000 * seconds - sum(self._weights[i] * x[i] for i in range(3))
-        for i in range(3):
-            self._weights[i] += gain_scale * px[i] * error
-            for j in range(3):
-                # Bounded: with one kind of step for long, the unseen directions would grow without end.
-                value = (self._covariance[i][j] - gain_scale * px[i] * px[j]) / _FORGET
-                self._covariance[i][j] = max(-_PRIOR_VARIANCE, min(_PRIOR_VARIANCE, value))
-        self._has_steps = True
-        self._has_prefill = self._has_prefill or num_prefill_tokens > 0
+        """Learn from one step."""
+        if num_prefill_tokens == 0:
+            self._decodes.observe(num_decodes, seconds)
+            return
+        prefill_s = max(0.0, seconds - self._decodes.at(num_decodes))
+        self._prefill_s = _FORGET_PREFILL * self._prefill_s + prefill_s
+        self._num_prefill_tokens = _FORGET_PREFILL * self._num_prefill_tokens + num_prefill_tokens
 
     def expected_s(self, num_decodes: int, num_prefill_tokens: int) -> float | None:
         """Return how long a step should take. None: no step of its kind has been seen."""
-        if not self._has_steps or (num_prefill_tokens and not self._has_prefill):
+        if num_prefill_tokens == 0:
+            return self._decodes.at(num_decodes) if self._decodes.is_known else None
+        if self._num_prefill_tokens == 0:
             return None
-        x = (1.0, num_decodes / 10, num_prefill_tokens / 100)
-        return sum(max(0.0, self._weights[i]) * x[i] for i in range(3)) / 1000
+        return self._decodes.at(num_decodes) + num_prefill_tokens * self._per_prefill_token_s
 
     def max_prefill_tokens(self, num_decodes: int, target_s: float) -> int | None:
         """Return how many prefill tokens fit a step of `target_s` seconds. None: nothing is known yet.
 
         0 where the decodes alone take that long.
         """
-        per_token_ms = self._weights[2] / 100
-        if not self._has_prefill or per_token_ms <= 0:
+        if self._prefill_s == 0:
             return None
-        spent_ms = max(0.0, self._weights[0]) + max(0.0, self._weights[1]) / 10 * num_decodes
-        return max(0, int((1000 * target_s - spent_ms) / per_token_ms))
+        return max(0, int((target_s - self._decodes.at(num_decodes)) / self._per_prefill_token_s))
+
+    @property
+    def _per_prefill_token_s(self) -> float:
+        return self._prefill_s / self._num_prefill_tokens
+
+
+class _Line:
+    """A line through points by least squares, with exponential forgetting, neither end below zero. Zero at first."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self._weight > 0
+
+    def observe(self, x: float, y: float) -> None:
+        self._weight = _FORGET_DECODE * self._weight + 1
+        self._x = _FORGET_DECODE * self._x + x
+        self._y = _FORGET_DECODE * self._y + y
+        self._xx = _FORGET_DECODE * self._xx + x * x
+        self._xy = _FORGET_DECODE * self._xy + x * y
+
+    def at(self, x: float) -> float:
+        if not self.is_known:
+            return 0.0
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        slope = 0.0
+        if variance > _LEAST_VARIANCE:
+            slope = max(0.0, (self._xy / self._weight - mean_x * mean_y) / variance)
+        if slope * mean_x > mean_y:
+            return mean_y / mean_x * x
+        return mean_y + slope * (x - mean_x)
