@@ -43,7 +43,7 @@ def test_what_a_prompt_costs_is_known_after_any_number_of_decodes() -> None:
 @pytest.mark.parametrize("start_s", [0.0, 0.3, 3.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_long_prompts_beside_decodes_get_the_target_whatever_the_first_step_took(seed: int, start_s: float) -> None:
-    """A first step takes long for reasons of its own, others now and then; a token costs more behind a longer context."""
+    """A first step takes long for reasons of its own, others now and then; a token costs more in a longer context."""
     cost, rng, target_s = StepCost(), random.Random(seed), 0.4
 
     def run(num_decodes: int, num_prefill_tokens: int, context: float = 0, more_s: float = 0) -> float:
