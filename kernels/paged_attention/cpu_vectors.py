@@ -17,7 +17,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from kvern.kernels.cpu import HAS_BF16
+from kvern.kernels.cpu import HAS_BF16, BFloat
 
 LANES = 16
 
@@ -27,21 +27,7 @@ _SHORTS, _HALVES = ir.VectorType(_I16, LANES), ir.VectorType(_F16, LANES)
 
 _HIGH = 0xFFFF0000
 
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
+_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 class Vectors:
