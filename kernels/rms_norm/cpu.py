@@ -54,7 +54,7 @@ def norm_operation(
 ) -> Operation:  # fmt: skip
     """Return the norm of x + residual as an operation. All but the weight are addresses; residual: 0 for none.
 
-    x, residual, out, total: [num_tokens, size], contiguous. total may be where residual is, or x.
+    x, residual, out, total: [num_tokens, size], contiguous. Where total overlaps others, it takes twice as long.
     """
     size = weight.shape[0]
     arguments = (x, 2 * size, 0, residual, weight.data_ptr(), out, total, num_tokens, 1, size)

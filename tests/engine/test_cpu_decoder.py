@@ -17,7 +17,7 @@ from kvern.kernels.cpu import HAS_BF16
 
 from .test_model_families import NATIVE
 from .tiny_llama import load
-from .tiny_models import PROMPT, paged_logits, save_tiny
+from .tiny_models import PROMPT, generate, paged_logits, save_tiny
 
 pytestmark = pytest.mark.skipif(not HAS_BF16, reason="this CPU does not multiply bfloat16")
 
@@ -63,3 +63,15 @@ def test_program_gives_the_bits_of_its_modules(tmp_path: Path, case: str, quanti
 def test_model_with_other_parts_stays_as_it_is(tmp_path: Path, case: str) -> None:
     model = load_case(tmp_path, case)
     assert compile_decoder(model.module, torch.empty(1, dtype=torch.bfloat16), 8) is model.module
+
+
+def test_runner_computes_with_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, call = [], CpuDecoder.__call__
+
+    def count(decoder: CpuDecoder, token_ids: Tensor, *rest: Any) -> Tensor:
+        calls.append(len(token_ids))
+        return call(decoder, token_ids, *rest)
+
+    monkeypatch.setattr(CpuDecoder, "__call__", count)
+    generate(load_case(tmp_path, "qwen2, windows"), num_tokens=3, chunk=len(PROMPT))
+    assert calls == [2 * len(PROMPT) - 8, 2, 2]  # two requests, one of them shorter
