@@ -38,6 +38,18 @@ class Unsupported(ServiceError):
         self.field = field
 
 
+class Unauthenticated(ServiceError):
+    """Who calls is not known: credentials are missing, wrong or out of date."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(ServiceError):
+    """Who calls is known, and may not do this."""
+
+    reason = "PERMISSION_DENIED"
+
+
 class NotFound(ServiceError):
     """The thing asked for does not exist here, say a model."""
 

@@ -29,6 +29,8 @@ _ROUNDING_S = 0.02
 _STATUS: dict[type[errors.ServiceError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unsupported: grpc.StatusCode.UNIMPLEMENTED,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
     errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -163,8 +165,23 @@ def code_at_end(
     return grpc.StatusCode.OK if has_returned else code_of_cancelled(context.time_remaining(), elapsed_s)
 
 
+Admit = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Awaitable[None]]
+"""Decides whether a call of a method, /package.Service/Method, may go on. Raises Unauthenticated or PermissionDenied.
+It runs in the call's own task, so the context variables it sets are the handler's to read."""
+
+
+async def admit_all(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Let everybody call everything."""
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status. Cancellation passes through untouched."""
+    """Turns what a handler raises into a status. Cancellation passes through untouched.
+
+    admit: is asked before each call is handled; what it raises becomes a status likewise.
+    """
+
+    def __init__(self, admit: Admit = admit_all) -> None:
+        self._admit = admit
 
     async def intercept_service(
         self,
@@ -186,13 +203,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else grpc.unary_stream_rpc_method_handler
             )
-            return make(_guard_stream(behavior, method), **codecs)
-        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method), **codecs)
+            return make(_guard_stream(behavior, method, self._admit), **codecs)
+        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method, self._admit), **codecs)
 
 
-def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]], method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+def _guard_unary(
+    behavior: Callable[[Any, Any], Awaitable[Any]], method: str, admit: Admit
+) -> Callable[[Any, Any], Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            await admit(method, context)
             return await behavior(request, context)
         except grpc.aio.AbortError:
             raise
@@ -206,9 +226,12 @@ def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]], method: str) ->
     return guarded
 
 
-def _guard_stream(behavior: Callable[[Any, Any], Any], method: str) -> Callable[[Any, Any], Awaitable[None]]:
+def _guard_stream(
+    behavior: Callable[[Any, Any], Any], method: str, admit: Admit
+) -> Callable[[Any, Any], Awaitable[None]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
+            await admit(method, context)
             responses = behavior(request, context)
             if inspect.iscoroutine(responses):
                 await responses  # it writes through the context, as the health service does

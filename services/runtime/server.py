@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from kvern.services.runtime.call_spans import SpanInterceptor
 from kvern.services.runtime.channel import SERVER_OPTIONS
 from kvern.services.runtime.health import HEALTH_SERVICE, HealthServicer
-from kvern.services.runtime.interceptors import ErrorInterceptor
+from kvern.services.runtime.interceptors import Admit, ErrorInterceptor, admit_all
 from kvern.services.runtime.listen import bind, share_with_group
 from kvern.services.runtime.rpc_metrics import MetricsInterceptor
 from kvern.services.runtime.settings import ServiceSettings
@@ -39,8 +39,12 @@ class GrpcServer:
     flight have `drain_timeout_s` to end.
     """
 
-    def __init__(self, settings: ServiceSettings, services: Sequence[str], status: Status) -> None:
-        """status: is told whenever the process becomes ready or stops to be."""
+    def __init__(
+        self, settings: ServiceSettings, services: Sequence[str], status: Status, admit: Admit = admit_all
+    ) -> None:
+        """status: is told whenever the process becomes ready or stops to be. admit: decides who may call what, the
+        health service and reflection included.
+        """
         self._settings = settings
         self._status = status
         self._services = [*services, ""]
@@ -49,7 +53,7 @@ class GrpcServer:
         self._stop = asyncio.Event()
         self._health_tasks: set[asyncio.Task[None]] = set()
         spans = [SpanInterceptor(status.tracer)] if status.tracer.is_on else []
-        interceptors = [*spans, MetricsInterceptor(status.registry), ErrorInterceptor()]
+        interceptors = [*spans, MetricsInterceptor(status.registry), ErrorInterceptor(admit)]
         self.grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         """Servicers are added to this one before `start`."""
 

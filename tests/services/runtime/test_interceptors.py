@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvern.services.runtime import errors
 from kvern.services.runtime.channel import open_channel
-from kvern.services.runtime.interceptors import ErrorInterceptor
+from kvern.services.runtime.interceptors import Admit, ErrorInterceptor, admit_all
 from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2, replica_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
 Unary = Callable[[], Awaitable[None]]
@@ -37,6 +38,7 @@ class Peer(
         self.generators: list[AsyncIterator[replica_pb2.ServeResponse]] = []
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()
+        self.admit: Admit = admit_all
 
     async def GetTokenizerInfo(
         self, request: tokenizer_pb2.GetTokenizerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -77,7 +79,10 @@ def peer() -> Peer:
 
 @pytest_asyncio.fixture
 async def channel(peer: Peer, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    async def admit(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await peer.admit(method, context)
+
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(admit)])
     tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(peer, server)
     replica_pb2_grpc.add_ReplicaServiceServicer_to_server(peer, server)
     engine_pb2_grpc.add_EngineServiceServicer_to_server(peer, server)
@@ -145,6 +150,8 @@ def details_of(error: grpc.aio.AioRpcError) -> tuple[int, list[Message]]:
     [
         (errors.InvalidArgument("a.b", "is odd"), "INVALID_ARGUMENT", "a.b: is odd", "INVALID_ARGUMENT"),
         (errors.Unsupported("a.b", "not yet"), "UNIMPLEMENTED", "a.b: not yet", "UNSUPPORTED"),
+        (errors.Unauthenticated("who?"), "UNAUTHENTICATED", "who?", "UNAUTHENTICATED"),
+        (errors.PermissionDenied("not you"), "PERMISSION_DENIED", "not you", "PERMISSION_DENIED"),
         (errors.NotFound("no such model"), "NOT_FOUND", "no such model", "NOT_FOUND"),
         (errors.AlreadyExists("in use"), "ALREADY_EXISTS", "in use", "ALREADY_EXISTS"),
         (errors.ResourceExhausted("full", retry_after_s=1.5), "RESOURCE_EXHAUSTED", "full", "RESOURCE_EXHAUSTED"),
@@ -167,6 +174,38 @@ async def test_typed_error_becomes_its_status_with_details(
     status_code, details = details_of(failed)
     assert status_code == code_pb2.Code.Value(code)
     assert details[0] == error_details_pb2.ErrorInfo(reason=reason, domain="kvern")
+
+
+@KINDS
+async def test_call_that_is_not_admitted_never_reaches_its_handler(
+    channel: grpc.aio.Channel, peer: Peer, call: Callable[[grpc.aio.Channel], Awaitable[None]]
+) -> None:
+    asked = []
+
+    async def refuse(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        asked.append(method)
+        raise errors.PermissionDenied("not you")
+
+    peer.admit, peer.behave = refuse, failing_with(AssertionError("it was handled"))
+    failed = await failure(call(channel))
+    assert (failed.code().name, failed.details()) == ("PERMISSION_DENIED", "not you")
+    assert asked[0].startswith("/kvern.v1.")
+
+
+@KINDS
+async def test_what_admission_finds_out_is_the_handlers_to_read(
+    channel: grpc.aio.Channel, peer: Peer, call: Callable[[grpc.aio.Channel], Awaitable[None]]
+) -> None:
+    caller = contextvars.ContextVar("caller", default="nobody")
+
+    async def know(method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        caller.set("somebody")
+
+    async def tell() -> None:
+        raise errors.NotFound(caller.get())
+
+    peer.admit, peer.behave = know, tell
+    assert (await failure(call(channel))).details() == "somebody"
 
 
 async def test_field_at_fault_and_retry_delay_are_in_the_details(channel: grpc.aio.Channel, peer: Peer) -> None:
