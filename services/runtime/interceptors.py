@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ import grpc
 import structlog
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from kvern.services.runtime import errors
@@ -191,48 +191,65 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = str(handler_call_details.method)
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.response_streaming:
-            behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            return make(_guard_stream(behavior, method, self._admit), **codecs)
-        return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, method, self._admit), **codecs)
+        call = _Call(str(handler_call_details.method), handler, self._admit)
+        # Requests come as bytes, for what gRPC says of those it cannot decode is INTERNAL, as if it were our fault.
+        codecs = {"request_deserializer": None, "response_serializer": handler.response_serializer}
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(_guard_unary(handler.unary_unary, call), **codecs)
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(_guard_stream(handler.stream_stream, call), **codecs)
+        return grpc.unary_stream_rpc_method_handler(_guard_stream(handler.unary_stream, call), **codecs)
 
 
-def _guard_unary(
-    behavior: Callable[[Any, Any], Awaitable[Any]], method: str, admit: Admit
-) -> Callable[[Any, Any], Awaitable[Any]]:
+class _Call:
+    """What comes before a method's handler is called."""
+
+    def __init__(self, method: str, handler: Any, admit: Admit) -> None:
+        self.method = method
+        self._deserialize = handler.request_deserializer or bytes
+        self._streams_requests = handler.request_streaming
+        self._admit = admit
+
+    async def admit(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Return the request, or the requests, as the handler wants them. Raises InvalidArgument and what
+        `Admit` does.
+        """
+        await self._admit(self.method, context)
+        return self._decode_each(request) if self._streams_requests else self._decode(request)
+
+    async def _decode_each(self, requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield self._decode(request)
+
+    def _decode(self, request: bytes) -> Any:
+        try:
+            return self._deserialize(request)
+        except DecodeError as error:
+            raise errors.InvalidArgument(
+                "request", f"{len(request)} bytes that are not this method's message"
+            ) from error
+
+
+def _guard_unary(behavior: Callable[[Any, Any], Awaitable[Any]], call: _Call) -> Callable[[Any, Any], Awaitable[Any]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            await admit(method, context)
-            return await behavior(request, context)
+            return await behavior(await call.admit(request, context), context)
         except grpc.aio.AbortError:
             raise
         except asyncio.CancelledError:
             if _ours(context):
                 raise
-            await _abort(context, errors.Unavailable("a call this one needs was cancelled"), method)
+            await _abort(context, errors.Unavailable("a call this one needs was cancelled"), call.method)
         except Exception as error:
-            await _abort(context, error, method)
+            await _abort(context, error, call.method)
 
     return guarded
 
 
-def _guard_stream(
-    behavior: Callable[[Any, Any], Any], method: str, admit: Admit
-) -> Callable[[Any, Any], Awaitable[None]]:
+def _guard_stream(behavior: Callable[[Any, Any], Any], call: _Call) -> Callable[[Any, Any], Awaitable[None]]:
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
-            await admit(method, context)
-            responses = behavior(request, context)
+            responses = behavior(await call.admit(request, context), context)
             if inspect.iscoroutine(responses):
                 await responses  # it writes through the context, as the health service does
                 return
@@ -245,12 +262,12 @@ def _guard_stream(
             raise  # ended by us, or a write that found the client gone: grpc knows both
         except asyncio.CancelledError as cancelled:
             if (verdict := _verdict_in(cancelled)) is not None:
-                await _abort_from_outside(context, verdict, method)
+                await _abort_from_outside(context, verdict, call.method)
                 raise
             if _ours(context):
                 raise
-            await _abort(context, errors.Unavailable("a call this one needs was cancelled"), method)
+            await _abort(context, errors.Unavailable("a call this one needs was cancelled"), call.method)
         except Exception as error:
-            await _abort(context, error, method)
+            await _abort(context, error, call.method)
 
     return guarded

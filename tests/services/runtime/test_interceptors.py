@@ -208,6 +208,33 @@ async def test_what_admission_finds_out_is_the_handlers_to_read(
     assert (await failure(call(channel))).details() == "somebody"
 
 
+@pytest.mark.parametrize("request_bytes", [b"\xff", b"\x0a\x01\xff"], ids=["not a message", "not UTF-8"])
+async def test_request_that_is_no_message_is_an_invalid_argument(
+    channel: grpc.aio.Channel, peer: Peer, request_bytes: bytes
+) -> None:
+    service = "/kvern.v1.TokenizerService"
+    call = channel.unary_unary(f"{service}/EncodePrompt")(request_bytes, timeout=TIMEOUT_S)
+    failed = await failure(call)
+    assert (failed.code().name, failed.details()) == (
+        "INVALID_ARGUMENT",
+        f"request: {len(request_bytes)} bytes that are not this method's message",
+    )
+
+
+async def test_stream_with_something_that_is_no_message_ends_as_an_invalid_argument(
+    channel: grpc.aio.Channel, peer: Peer
+) -> None:
+    async def commands() -> AsyncIterator[bytes]:
+        yield engine_pb2.ConnectRequest(abort=engine_pb2.AbortRequest(id=7)).SerializeToString()
+        yield b"\xff"
+
+    call = channel.stream_stream("/kvern.v1.EngineService/Connect")(commands(), timeout=TIMEOUT_S)
+    assert engine_pb2.ConnectResponse.FromString(await anext(aiter(call))).step.ids == [7]
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await anext(aiter(call))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_field_at_fault_and_retry_delay_are_in_the_details(channel: grpc.aio.Channel, peer: Peer) -> None:
     peer.behave = failing_with(errors.InvalidArgument("a.b", "is odd"))
     _, details = details_of(await failure(unary(channel)))
