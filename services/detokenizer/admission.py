@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.text import check_token_ids
+from kvern.services.runtime.validate import MAX_AGE_S, check_generate
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
 
 def to_add_request(serve: replica_pb2.ServeRequest, info: replica_pb2.EngineInfo) -> engine_pb2.AddRequest:
-    """Check a request against the engine's limits and convert it, all but what it resumes. Raises InvalidArgument."""
+    """Check a request, for not only routers may call, and convert it, all but what it resumes. Raises InvalidArgument,
+    Unsupported.
+    """
     request = serve.request
+    check_generate(request)
+    if request.WhichOneof("prompt") != "token_ids":
+        raise InvalidArgument("token_ids", "a replica takes no other prompt")
+    if not 0 <= serve.age_s <= MAX_AGE_S:
+        raise InvalidArgument("age_s", f"must be in [0, {MAX_AGE_S:g}], got {serve.age_s:g}")
     token_ids = request.token_ids.ids
     _check_vocabulary(serve, info.vocab_size)
     add = engine_pb2.AddRequest(
@@ -44,6 +52,8 @@ def _check_vocabulary(serve: replica_pb2.ServeRequest, vocab_size: int) -> None:
     sampling, stopping = serve.request.sampling, serve.request.stopping
     check_token_ids("token_ids.ids", serve.request.token_ids.ids, vocab_size)
     check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    for position, word in enumerate(serve.bad_words):
+        check_token_ids(f"bad_words[{position}].ids", word.ids, vocab_size)
     check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
     for position, choice in enumerate(serve.request.resume.choices):
         check_token_ids(f"resume.choices[{position}].token_ids", choice.token_ids, vocab_size)

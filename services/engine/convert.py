@@ -42,13 +42,10 @@ def to_requests(
     """Build the engine's requests, one for each of `choices_of`, in order; `request_ids` are theirs and increase,
     `arrival` is that of all of them.
 
-    Ranges were checked at the front door. Only what would bring the whole engine down is checked again: raises
-    RequestRefused for a prompt without tokens, for token ids that the model does not have, and for resumed output that
-    leaves nothing to generate or that its grammar does not allow.
+    Raises RequestRefused for token ids that the model does not have, and for resumed output that leaves nothing to
+    generate or that its grammar does not allow.
     """
     prompt = list(add.prompt_token_ids)
-    if not prompt:
-        raise RequestRefused("token_ids", "the prompt has no tokens")
     _check_token_ids(add, vocab_size)
     stopping, sampling = _stopping(add.stopping), _sampling(add, default_seed)
     resumed = {each.index: list(each.token_ids) for each in add.resumed}

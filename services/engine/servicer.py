@@ -31,6 +31,8 @@ from kvern.services.engine.engine_thread import EngineThread
 from kvern.services.engine.grammars import Grammars
 from kvern.services.engine.request_spans import RequestSpans
 from kvern.services.engine.request_stats import RequestStats
+from kvern.services.engine.validate import check_add
+from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.tracing import NO_TRACER, Tracer
 from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2
 
@@ -85,6 +87,10 @@ class Stream:
     def add_prompt_logprobs(self, stream_id: int, told: PromptLogprobs) -> None:
         for piece in to_prompt_logprobs(told, stream_id):
             self._with_room_for(piece.ByteSize()).prompt_logprobs.append(piece)
+
+    def refuse(self, stream_id: int, field: str, message: str) -> None:
+        refusal = engine_pb2.Refusal(field=field, message=message)
+        self.pending().ended.append(engine_pb2.ChoiceEnd(id=stream_id, refusal=refusal))
 
     def compile(self, stream_id: int, work: Coroutine[Any, Any, None]) -> None:
         """Run what compiles a request's grammar and hands it on. What it raises ends the stream."""
@@ -217,7 +223,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     def _add(self, engine: ServedEngine, stream: Stream, add: engine_pb2.AddRequest) -> None:
         if add.id in stream.engine_ids:
-            raise ValueError(f"id {add.id} is in use on this stream")
+            raise InvalidArgument("add.id", f"{add.id} is in use on this stream")
+        try:
+            check_add(add)
+        except RequestRefused as error:
+            stream.refuse(add.id, error.field, str(error))
+            return
         numbers = {choice: next(self._numbers) for choice in choices_of(add)}
         stream.engine_ids[add.id] = numbers.copy()
         self._requests.add(add, numbers)
@@ -329,8 +340,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if (owner := self._forget(refused.request_id)) is not None:
             for number in list(owner.stream.engine_ids.get(owner.stream_id, {}).values()):
                 self._forget(number)
-            refusal = engine_pb2.Refusal(field=refused.field, message=refused.message)
-            owner.stream.pending().ended.append(engine_pb2.ChoiceEnd(id=owner.stream_id, refusal=refusal))
+            owner.stream.refuse(owner.stream_id, refused.field, refused.message)
 
     def _forget(self, number: int) -> Owner | None:
         owner = self._owners.pop(number, None)

@@ -31,6 +31,9 @@ MAX_CHAT_MESSAGES = 4096
 MAX_CHAT_JSON_CHARS = 256 * 1024
 """Of all JSON fields of a chat together: parsing more would hold up other requests."""
 
+MAX_AGE_S = 7 * 24 * 3600.0
+"""Since a request came to its router, in seconds. No stream goes on for longer."""
+
 _NAMES: tuple[tuple[str, Callable[[GenerateRequest], str]], ...] = (
     ("request_id", lambda request: request.request_id),
     ("model", lambda request: request.model),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvern.services.detokenizer.admission import to_add_request
@@ -53,7 +55,13 @@ def test_sampling_fields_reach_the_engine_and_bad_words_as_token_ids() -> None:
         ("sampling.allowed_token_ids[1]", {"sampling": Sampling(allowed_token_ids=[99, 100])}),
         ("stopping.stop_token_ids[0]", {"stopping": Stopping(stop_token_ids=[101], min_tokens=1)}),
         ("stopping.min_tokens", {"stopping": Stopping(min_tokens=63)}),
-        ("resume.choices[1].token_ids[0]", {"resume": resume(ChoiceProgress(), ChoiceProgress(token_ids=[100]))}),
+        (
+            "resume.choices[1].token_ids[0]",
+            {
+                "sampling": Sampling(n=2),
+                "resume": resume(ChoiceProgress(), ChoiceProgress(index=1, token_ids=[100])),
+            },
+        ),
         ("resume.choices[0].token_ids", {"resume": resume(ChoiceProgress(token_ids=[1] * 63))}),
     ],
 )
@@ -63,4 +71,25 @@ def test_request_beyond_vocabulary_or_context_is_refused_naming_the_field(
     """D05, D06."""
     with pytest.raises(InvalidArgument) as refused:
         to_add_request(serve(**fields), INFO)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "sent"),
+    [
+        (
+            "sampling.n",
+            ServeRequest(request=GenerateRequest(token_ids=TokenIds(ids=[5]), sampling=Sampling(n=2**32 - 1))),
+        ),
+        ("token_ids", ServeRequest(request=GenerateRequest(text="Hello"))),
+        ("age_s", ServeRequest(request=GenerateRequest(token_ids=TokenIds(ids=[5])), age_s=math.nan)),
+        (
+            "bad_words[0].ids[0]",
+            ServeRequest(request=GenerateRequest(token_ids=TokenIds(ids=[5])), bad_words=[TokenIds(ids=[100])]),
+        ),
+    ],
+)
+def test_what_no_router_sends_is_refused_as_well(field: str, sent: ServeRequest) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        to_add_request(sent, INFO)
     assert refused.value.field == field
