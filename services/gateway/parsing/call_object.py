@@ -38,7 +38,7 @@ class CallObject:
 
     Arguments may be an object, a string that holds one, or none: missing, null or "". Other keys than a call's are
     passed over once the call has begun. Before that they make it no call, so that an answer that is any other JSON is
-    not held back.
+    not held back. The last brace may be missing, as it often is.
     """
 
     def __init__(self, calls: Calls, held: str) -> None:
@@ -91,7 +91,8 @@ class CallObject:
             return position
         following = _FOLLOWING[self._expects].get(char)
         if following is None or (following is _Expects.NOTHING and self._name is None):
-            self.status = Status.BROKEN
+            lacks_brace_only = self._has_begun and not self.held.strip()
+            self.status = Status.COMPLETE if lacks_brace_only else Status.BROKEN
             return position
         self._expects = following
         if following is _Expects.NOTHING:
