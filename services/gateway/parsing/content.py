@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from kvern.services.gateway.parsing import reasoning
 from kvern.services.gateway.parsing.calls import CallMode, Calls, ToolFormat
-from kvern.services.gateway.parsing.markers import Found, Lead, MarkerSearch
+from kvern.services.gateway.parsing.json_scanner import SPACE
+from kvern.services.gateway.parsing.markers import MAX_SPACE, Found, Lead, MarkerSearch
 from kvern.services.gateway.parsing.pieces import Content, Piece
 from kvern.services.gateway.parsing.reasoning import ReasoningMode
 
@@ -16,7 +17,7 @@ Mode = CallMode | ReasoningMode
 _FENCE = "```"
 _QUOTED_OPENING = "`" + reasoning.OPENING
 """Text about the marker, which would make reasoning of all that follows."""
-_BARE_LEAD = re.compile(r"[ \t\n\r]{0,8}(?:\[[ \t\n\r]{0,8})?")
+_BARE_LEAD = re.compile(rf"[{SPACE}]{{0,{MAX_SPACE}}}(?:\[[{SPACE}]{{0,{MAX_SPACE}}})?")
 
 
 class ContentReader:

@@ -9,6 +9,7 @@ import pytest
 from kvern.services.gateway.parsing import TOOL_FORMATS, Content, ToolCallArguments, ToolCallBegins, open_parser
 from kvern.services.gateway.parsing.calls import MAX_HELD
 from kvern.services.gateway.parsing.json_scanner import MAX_DEPTH
+from kvern.services.gateway.parsing.markers import MAX_SPACE
 from tests.services.gateway.parsing.answers import TOOLS, Answer, parse
 
 F = '{"name": "f", "arguments": {"a": 1}}'
@@ -48,6 +49,27 @@ def test_llama_calls_that_are_the_whole_answer_are_found(tool_format: str, openi
     wanted = [F_CALL, ("add", "{}")] if "{1}" in form else [F_CALL]
     text = opening + form.replace("{0}", calls[0]).replace("{1}", calls[1])
     assert parse(text, tool_format=tool_format) == Answer(calls=wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (F + "; ", ""),
+        (F + "]", "]"),
+        (F + " \n\nDone.", "Done."),
+        (F + "; Done.", "; Done."),
+        (f"[{F} ", ""),
+        (f"[{F} Done.", " Done."),
+        (f"[{F}]Done.", "Done."),
+    ],
+)
+def test_llama_calls_end_where_something_else_comes(text: str, content: str) -> None:
+    assert parse(text) == Answer(content, "", [F_CALL])
+
+
+def test_llama_call_after_more_whitespace_than_a_template_writes_is_content() -> None:
+    assert parse(" " * MAX_SPACE + F) == Answer(calls=[F_CALL])
+    assert parse(" " * (MAX_SPACE + 1) + F) == Answer(" " * (MAX_SPACE + 1) + F)
 
 
 @pytest.mark.parametrize("tool_format", ["auto", "mistral"])
@@ -175,6 +197,12 @@ def test_head_longer_than_the_bound_is_content() -> None:
     text = '<tool_call>{"arguments": {"a": "%s"}, "name": "f"}</tool_call>'
     assert parse(text % ("x" * (MAX_HELD - 100))).calls == [("f", '{"a": "%s"}' % ("x" * (MAX_HELD - 100)))]
     assert parse(text % ("x" * MAX_HELD)) == Answer(text % ("x" * MAX_HELD))
+
+
+def test_mistral_head_longer_than_the_bound_is_given_out() -> None:
+    parser = open_parser(tools=TOOLS, tool_format="mistral", reasoning_format="none")
+    text = "[TOOL_CALLS]f or " + "x" * 300
+    assert parser.push(text) == [Content(text)]
 
 
 def test_arguments_that_come_in_pieces_are_given_at_once() -> None:
