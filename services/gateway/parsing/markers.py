@@ -7,7 +7,20 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<end_of_turn>")
+END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "</s>",
+    "<eos>",
+    "<end_of_turn>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+"""What ends a turn, of Qwen, Llama, Granite, Phi, Mistral, Gemma and DeepSeek."""
 
 MAX_SPACE = 8
 """Characters of whitespace before a marker that are taken to be the template's."""

@@ -9,7 +9,7 @@ import pytest
 from kvern.services.gateway.parsing import TOOL_FORMATS, Content, ToolCallArguments, ToolCallBegins, open_parser
 from kvern.services.gateway.parsing.calls import MAX_HELD
 from kvern.services.gateway.parsing.json_scanner import MAX_DEPTH
-from kvern.services.gateway.parsing.markers import MAX_SPACE
+from kvern.services.gateway.parsing.markers import END_TOKENS, MAX_SPACE
 from tests.services.gateway.parsing.answers import TOOLS, Answer, parse
 
 F = '{"name": "f", "arguments": {"a": 1}}'
@@ -215,7 +215,7 @@ def test_arguments_that_come_in_pieces_are_given_at_once() -> None:
     assert parser.finish() == []
 
 
-@pytest.mark.parametrize("token", ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "</s>", "<end_of_turn>"])
+@pytest.mark.parametrize("token", END_TOKENS)
 def test_control_token_at_the_end_is_taken_away_where_tools_are_offered(token: str) -> None:
     assert parse(f"Hello.{token}") == Answer("Hello.")
     assert parse(list(f"Hello.{token}")) == Answer("Hello.")
