@@ -179,7 +179,7 @@ class Generation:
         return text + choice.finish() if choice.is_finished else text
 
     def _hides_stop_token(self, end: engine_pb2.ChoiceEnd) -> bool:
-        return end.HasField("stop_token_id") and self._skips_special and not self._request.stopping.include_stop
+        return end.HasField("stop_token_id") and not self._request.stopping.include_stop
 
     def _started(self) -> replica_pb2.ServeResponse:
         started = inference_pb2.Started(

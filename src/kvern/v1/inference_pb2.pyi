@@ -437,7 +437,7 @@ class Stopping(_message.Message):
     """Neither a stop string, a stop token nor an end token ends a choice before it. Default 0."""
     ignore_eos: _builtins.bool
     include_stop: _builtins.bool
-    """Default false: the matched stop string is cut off."""
+    """Default false: the matched stop string is cut off, and the token that ended a choice is not turned into text."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Not empty strings."""

@@ -187,9 +187,15 @@ async def test_text_held_back_is_shown_at_the_end(setup: Setup) -> None:
     assert text_of(await call.rest()) == " one two"
 
 
-@pytest.mark.parametrize(("skip", "text"), [(None, "Hi"), (True, "Hi"), (False, "Hi<|im_end|>")])
-async def test_end_token_is_shown_only_where_special_tokens_are(setup: Setup, skip: bool | None, text: str) -> None:
-    call, request_id = await setup.begin(output=inference_pb2.Output(skip_special_tokens=skip))
+@pytest.mark.parametrize(
+    ("skip", "include", "text"),
+    [(None, False, "Hi"), (True, True, "Hi"), (False, False, "Hi"), (False, True, "Hi<|im_end|>")],
+)
+async def test_end_token_is_shown_only_where_special_tokens_and_stops_are(
+    setup: Setup, skip: bool | None, include: bool, text: str
+) -> None:
+    output, stopping = inference_pb2.Output(skip_special_tokens=skip), inference_pb2.Stopping(include_stop=include)
+    call, request_id = await setup.begin(output=output, stopping=stopping)
     end = engine_pb2.ChoiceEnd(id=request_id, reason=inference_pb2.FINISH_REASON_STOP, stop_token_id=EOS)
     setup.engine.step([request_id] * 2, [*setup.ids("Hi"), EOS], ended=[end])
     events = await call.rest()
