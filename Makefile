@@ -4,6 +4,7 @@ PYTHON ?= python3
 MODEL ?= smollm2
 PROMPT ?= Explain in three sentences how a hand mill turns grain into flour.
 ONCE ?=
+INPUTS ?= 100000
 TUNE ?=
 ARGS ?=
 
@@ -12,7 +13,7 @@ override export PROMPT := $(value PROMPT)
 
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help run test lint type protos bench bench-peer gpu-check oldest-triton clean set-up-run set-up-dev
+.PHONY: help run test lint type protos fuzz bench bench-peer gpu-check oldest-triton clean set-up-run set-up-dev
 
 help: ## List the targets
 	@echo "usage: make TARGET [VARIABLE=value ...]"
@@ -34,6 +35,9 @@ lint: set-up-dev ## Check style, imports between parts, and protos
 type: set-up-dev ## Check types
 	$(BIN)/mypy
 	$(BIN)/mypy tests bench tools
+
+fuzz: set-up-dev ## Call every method of every service with INPUTS bad messages (ARGS: arguments of pytest)
+	@FUZZ_INPUTS=$(INPUTS) $(BIN)/pytest tests/fuzz $(ARGS)
 
 protos: set-up-dev ## Generate src/kvern/v1 from protos/
 	$(BIN)/python tools/protos.py generate

@@ -197,11 +197,11 @@ def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
     if not field.is_repeated:
         return _single(field, depth)
     few = st.lists(_single(field, depth), max_size=3)
-    return (
-        few
-        if field.message_type and depth
-        else st.one_of(few, few, _single(field, depth).map(lambda each: [each] * MANY))
-    )
+    return few if field.message_type else st.one_of(few, few, _single(field, depth).map(_repeated))
+
+
+def _repeated(value: Any) -> list[Any]:
+    return [value[:20] if isinstance(value, str) else value] * MANY
 
 
 def _is_map(field: FieldDescriptor) -> bool:
