@@ -40,7 +40,7 @@ class LateIndex:
     def _catch_up(self, now: float) -> None:
         while self._coming and self._coming[0][0] <= now:
             _, replica, events = self._coming.popleft()
-            for digest, is_added in events:
+            for digest, is_added, _ in events:
                 if is_added:
                     self._holders.setdefault(digest, set()).add(replica)
                 else:

@@ -77,11 +77,22 @@ class FreeList:
         self.length += 1
 
 
+class BlockContent(NamedTuple):
+    """What a cached block holds."""
+
+    parent: bytes | None
+    """Digest of the block before it, None for a chain's first one."""
+    token_ids: bytes
+    """As 32-bit numbers of this machine: four bytes a token, where a tuple takes up to forty."""
+
+
 class CacheEvent(NamedTuple):
     """A digest became resident, or stopped to be. Each digest's events alternate."""
 
     digest: bytes
     is_added: bool
+    content: BlockContent | None = None
+    """Of one that became resident, where it is to be told."""
 
 
 class BlockPool:
@@ -151,9 +162,9 @@ class BlockPool:
         self._record(block.digest, False)
         block.digest = block.parent = None
 
-    def _record(self, digest: bytes, is_added: bool) -> None:
+    def _record(self, digest: bytes, is_added: bool, content: BlockContent | None = None) -> None:
         if self._record_events:
-            self._events.append(CacheEvent(digest, is_added))
+            self._events.append(CacheEvent(digest, is_added, content))
 
     def take_events(self) -> list[CacheEvent]:
         """Return what happened since the last call, in order: parents are added before children and removed after."""
@@ -179,18 +190,19 @@ class BlockPool:
         else:
             self._free.push_last(block)
 
-    def register(self, block_id: int, digest: bytes, parent: bytes | None) -> int:
+    def register(self, block_id: int, digest: bytes, parent: bytes | None, content: BlockContent | None = None) -> int:
         """Make a computed block findable by its digest, and return the digest's block.
 
         That is another one if the digest is resident already: the caller then holds a reference to it in place of its
-        own block, which is freed. parent: the digest before it, None for a chain's first block.
+        own block, which is freed. parent: the digest before it, None for a chain's first block. content: goes into
+        the event.
         """
         resident = self._resident.get(digest)
         if resident is None:
             block = self._blocks[block_id]
             block.digest, block.parent = digest, parent
             self._resident[digest] = block
-            self._record(digest, True)
+            self._record(digest, True, content)
             return block_id
         if resident.block_id != block_id:
             self.share([resident.block_id])

@@ -5,10 +5,11 @@ The scheduler decides who runs; this decides what memory that takes. Requests' t
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from kvern.engine.block_hash import extend_digests, root_digest
-from kvern.engine.block_pool import BlockPool
+from kvern.engine.block_pool import BlockContent, BlockPool
 from kvern.engine.coalescing import BlocksInProgress
 from kvern.engine.request import Request, RequestStatus
 
@@ -16,12 +17,22 @@ from kvern.engine.request import Request, RequestStatus
 class BlockTables:
     """All requests' block tables over one pool."""
 
-    def __init__(self, pool: BlockPool, *, block_size: int, contract: str, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        contract: str,
+        enable_prefix_caching: bool,
+        told_salt: str | None = None,
+    ) -> None:
+        """told_salt: blocks cached under it are told with their token ids. None: none are."""
         self.pool = pool
         self.in_progress = BlocksInProgress()
         self._block_size = block_size
         self._contract = contract
         self._enable_prefix_caching = enable_prefix_caching
+        self._told_salt = told_salt
 
     def admit(self, request: Request, *, spare_blocks: int) -> bool:
         """Give a request blocks for all its known tokens, reusing what is resident, if `spare_blocks` are left then.
@@ -80,8 +91,8 @@ class BlockTables:
         self._extend_digests(request, num_full)
         digests, block_ids = request.block_digests, request.block_ids
         for index in range(request.num_chained_blocks, num_full):
-            digest, block_id = digests[index], block_ids[index]
-            resident_id = self.pool.register(block_id, digest, digests[index - 1] if index else None)
+            digest, block_id, parent = digests[index], block_ids[index], digests[index - 1] if index else None
+            resident_id = self.pool.register(block_id, digest, parent, self._content(request, index, parent))
             if resident_id == block_id:
                 request.registered_digests.append(digest)
             else:
@@ -189,6 +200,12 @@ class BlockTables:
         if position < request.num_resident_tokens:
             return False
         return not self.pool.is_exclusive(request.block_ids[position // self._block_size])
+
+    def _content(self, request: Request, index: int, parent: bytes | None) -> BlockContent | None:
+        if request.cache.salt != self._told_salt:
+            return None
+        token_ids = request.token_ids[index * self._block_size : (index + 1) * self._block_size]
+        return BlockContent(parent, array("I", token_ids).tobytes())
 
     def _replace(self, request: Request, index: int, block_id: int) -> None:
         request.block_ids[index] = block_id

@@ -72,5 +72,8 @@ class EngineConfig:
     record_cache_events: bool = False
     """Tell what becomes cached and what stops to be, for the index of all replicas. Somebody must take it in."""
 
+    told_salt: str | None = None
+    """What becomes cached under this salt is told with its token ids. None: nothing is."""
+
     num_threads: int | None = None
     """Threads for CPU kernels. None: torch decides."""

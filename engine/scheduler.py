@@ -57,6 +57,7 @@ class SchedulerConfig:
     policy: Policy = Policy.FCFS
     target_step_s: float | None = None
     """How long a step with decodes in it should take at most. None: as long as the token budget makes it."""
+    told_salt: str | None = None
 
 
 class Scheduler:
@@ -70,6 +71,7 @@ class Scheduler:
             block_size=config.block_size,
             contract=config.contract,
             enable_prefix_caching=config.enable_prefix_caching,
+            told_salt=config.told_salt,
         )
         self._watermark = max(1, int(pool.num_blocks * _WATERMARK_SHARE))
         self._requests: dict[int, Request] = {}

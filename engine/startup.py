@@ -102,6 +102,7 @@ def build_engine(
         enable_prefix_caching=config.enable_prefix_caching,
         policy=Policy(config.scheduling_policy),
         target_step_s=None if config.target_step_ms is None else config.target_step_ms / 1000,
+        told_salt=config.told_salt,
     )
     pool = BlockPool(pool_size.num_blocks, record_events=config.record_cache_events)
     scheduler = Scheduler(pool, scheduler_config)

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from kvern.services.detokenizer.engine_client import EngineClient
+from kvern.services.detokenizer.front_door import FrontDoor
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
 from kvern.services.detokenizer.metrics import DetokenizerMetrics, show_state
 from kvern.services.detokenizer.servicer import ReplicaServicer
@@ -21,7 +22,8 @@ SERVICE = "kvern.v1.ReplicaService"
 
 
 async def main(settings: DetokenizerSettings, status: Status) -> None:
-    tokenizer = load_tokenizer(find_model(settings.model, weights=False))
+    source = find_model(settings.model, weights=False)
+    tokenizer = load_tokenizer(source)
     server = GrpcServer(settings, [SERVICE], status)
     metrics = DetokenizerMetrics(status.registry)
 
@@ -31,18 +33,28 @@ async def main(settings: DetokenizerSettings, status: Status) -> None:
         server.set_ready(is_running)
 
     engine = EngineClient(settings.engine, on_change, metrics.parks.inc)
-    servicer = ReplicaServicer(engine, DecoderFactory(tokenizer), settings, metrics)
-    show_state(status.registry, engine, servicer)
+    door = FrontDoor(engine, DecoderFactory(tokenizer), settings, metrics)
+    show_state(status.registry, engine, door)
     async with AsyncExitStack() as stack:
+        smg = None
+        if settings.smg_listen is not None:
+            # Imported here: nobody else pays for its messages. Entered first, so that it is there until all have ended.
+            from kvern.services.detokenizer.smg.server import serving_smg
+            from kvern.services.detokenizer.smg.servicer import SmgServicer
+
+            smg = SmgServicer(door, source, tokenizer, settings)
+            await stack.enter_async_context(serving_smg(smg, settings.smg_listen, server.observers))
         await stack.enter_async_context(server)
-        replica_pb2_grpc.add_ReplicaServiceServicer_to_server(servicer, server.grpc)
+        replica_pb2_grpc.add_ReplicaServiceServicer_to_server(ReplicaServicer(door), server.grpc)
         await server.start()
         async with asyncio.TaskGroup() as tasks:
             connection = tasks.create_task(engine.run())
             # The server drains before the stream to the engine ends: it carries the calls in flight.
             async with stack.pop_all():
                 await server.wait_for_stop()
-                servicer.drain(settings.drain_delay_s + settings.drain_timeout_s)
+                door.drain(settings.drain_delay_s + settings.drain_timeout_s)
+                if smg is not None:
+                    smg.drain()
             connection.cancel()
 
 

@@ -43,6 +43,8 @@ class EngineClient:
         """What the engine said of itself; None while there is no stream."""
         self.load = replica_pb2.ReplicaLoad()
         """As of the engine's last step."""
+        self.tells_blocks = False
+        """Whether the engine tells which blocks it has cached."""
         self.prefill_speed = PrefillSpeed()
         self._address = address
         self._on_change = on_change
@@ -50,6 +52,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._requests: dict[int, EngineRequest] = {}
         self._commands: _Commands | None = None
+        self._stub: engine_pb2_grpc.EngineServiceAsyncStub | None = None
         self._turns = Turns()
 
     @property
@@ -66,7 +69,7 @@ class EngineClient:
         """Connect, and again whenever the stream breaks. Calls `on_change` with whether an engine is there and runs."""
         delay_s = MIN_RECONNECT_DELAY_S
         async with open_channel(self._address) as channel:
-            stub: engine_pb2_grpc.EngineServiceAsyncStub = engine_pb2_grpc.EngineServiceStub(channel)
+            self._stub = stub = engine_pb2_grpc.EngineServiceStub(channel)
             while True:
                 reason = await self._serve_stream(stub)
                 delay_s = min(2 * delay_s, MAX_RECONNECT_DELAY_S) if self.info is None else MIN_RECONNECT_DELAY_S
@@ -93,6 +96,14 @@ class EngineClient:
         if self._requests.pop(request.id, None) is not None and self._commands is not None:
             self._commands.put_nowait(engine_pb2.ConnectRequest(abort=engine_pb2.AbortRequest(id=request.id)))
 
+    def watch_blocks(
+        self, start: int, salt: str
+    ) -> grpc.aio.UnaryStreamCall[engine_pb2.WatchBlocksRequest, engine_pb2.WatchBlocksResponse]:
+        """Have the engine tell which blocks of a salt it has cached, on a stream of its own. Raises Unavailable."""
+        if self._stub is None:
+            raise Unavailable("the engine is away")
+        return self._stub.WatchBlocks(engine_pb2.WatchBlocksRequest(start=start, salt=salt))
+
     async def _serve_stream(self, stub: engine_pb2_grpc.EngineServiceAsyncStub) -> str:
         """Run one stream to its end and return why it ended."""
         commands: _Commands = asyncio.Queue()
@@ -102,15 +113,16 @@ class EngineClient:
                     if response.HasField("step"):
                         self._distribute(response.step)
                     elif response.HasField("hello"):
-                        self._begin(response.hello.info, commands)
+                        self._begin(response.hello, commands)
         except grpc.aio.AioRpcError as error:
             _log.warning("the stream to the engine broke", details=error.details())
             return "the engine is gone"
         return "the engine ended the stream"
 
-    def _begin(self, info: replica_pb2.EngineInfo, commands: _Commands) -> None:
+    def _begin(self, hello: engine_pb2.Hello, commands: _Commands) -> None:
+        info = hello.info
         _log.info("engine connected", model=info.model, epoch=info.epoch, contract=info.contract)
-        self.info, self._commands = info, commands
+        self.info, self.tells_blocks, self._commands = info, hello.tells_blocks, commands
         self._on_change(True)
 
     def _lose(self, reason: str) -> None:

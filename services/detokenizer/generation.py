@@ -1,4 +1,4 @@
-"""One Serve call: from what the engine says of a request to the frames its client gets."""
+"""One request: from what the engine says of it to the messages its reader gets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 from kvern.services.detokenizer import logprobs
 from kvern.services.detokenizer.choice import Choice
 from kvern.services.detokenizer.engine_request import ChoiceNews, EngineRequest, News
-from kvern.services.detokenizer.frames import delta_frames, event_frame, finished_frame, prompt_logprobs_frames
+from kvern.services.detokenizer.frames import Frames
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
 from kvern.services.detokenizer.metrics import ABORT, ERROR, ModelMetrics
 from kvern.services.detokenizer.replay import after_sent, end_of
@@ -19,8 +20,10 @@ from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.tracing import current_span
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2
 
+_Frame = TypeVar("_Frame")
 
-class Generation:
+
+class Generation(Generic[_Frame]):
     """Turns news of one request into frames. What gathers while a frame is being written becomes the next one."""
 
     def __init__(
@@ -30,9 +33,11 @@ class Generation:
         decoders: DecoderFactory,
         arrived_at: float,
         metrics: ModelMetrics,
+        frames: Frames[_Frame],
     ) -> None:
         self._request = request
         self._metrics = metrics
+        self._frames = frames
         self._has_tokens = False
         self._info = info
         self._arrived_at = arrived_at
@@ -91,21 +96,24 @@ class Generation:
         finally:
             self._metrics.count_ends(reason, self._num_open)
 
-    async def frames(self, engine_request: EngineRequest | None) -> AsyncIterator[replica_pb2.ServeResponse]:
+    async def frames(self, engine_request: EngineRequest | None) -> AsyncIterator[_Frame]:
         """Yield Started at once, the rest as news comes. Raises Unavailable, InvalidArgument if the engine refuses.
 
         engine_request: None where nothing is left to be generated.
         """
-        yield self._started()
-        for choice, end in self._ended_before:
-            if choice.lead:
-                for frame in self._deltas(choice, choice.take_lead(), []):
-                    yield frame
-            yield self._finished(choice, end)
+        for frame in self._begin():
+            yield frame
         while engine_request is not None and self._num_open > 0:
             news = await engine_request.next_news()
             for frame in self._take(news, engine_request):
                 yield frame
+
+    def _begin(self) -> Iterator[_Frame]:
+        yield from self._frames.started(self._started())
+        for choice, end in self._ended_before:
+            if choice.lead:
+                yield from self._deltas(choice, choice.take_lead(), [])
+            yield from self._finish(choice, end)
 
     def _new_choices(self, decoders: DecoderFactory) -> dict[int, Choice]:
         request, stopping = self._request, self._request.stopping
@@ -132,20 +140,19 @@ class Generation:
         sampling = self._request.sampling
         return range(sampling.n if sampling.HasField("n") else 1)
 
-    def _take(self, news: News, engine_request: EngineRequest) -> Iterator[replica_pb2.ServeResponse]:
+    def _take(self, news: News, engine_request: EngineRequest) -> Iterator[_Frame]:
         if news.cached_tokens is not None:
-            yield self._scheduled(news.cached_tokens, news.scheduled_at)
+            yield from self._frames.scheduled(self._scheduled(news.cached_tokens, news.scheduled_at))
         prompt = self._request.token_ids.ids
         for told in news.prompt_logprobs:
-            yield from prompt_logprobs_frames(told.start, logprobs.of_prompt(prompt, told, self._token_bytes))
+            items = logprobs.of_prompt(prompt, told, self._token_bytes)
+            yield from self._frames.prompt_logprobs(told.start, items)
         for index, choice_news in sorted(news.choices.items()):
             choice = self._choices[index]
             if not choice.is_finished:
                 yield from self._advance(choice, choice_news, engine_request)
 
-    def _advance(
-        self, choice: Choice, news: ChoiceNews, engine_request: EngineRequest
-    ) -> Iterator[replica_pb2.ServeResponse]:
+    def _advance(self, choice: Choice, news: ChoiceNews, engine_request: EngineRequest) -> Iterator[_Frame]:
         end = news.end
         if end is not None and end.HasField("refusal"):
             raise InvalidArgument(end.refusal.field or "request", end.refusal.message)
@@ -167,7 +174,7 @@ class Generation:
         if text or (self._tells_tokens and choice.unsent_ids):
             yield from self._deltas(choice, text, told)
         if choice.is_finished:
-            yield self._finished(choice, end)
+            yield from self._finish(choice, end)
 
     def _take_tokens(self, choice: Choice, token_ids: Sequence[int], end: engine_pb2.ChoiceEnd | None) -> str:
         """Take tokens, the choice's last ones where `end` is given, and return the text that can be shown."""
@@ -181,31 +188,31 @@ class Generation:
     def _hides_stop_token(self, end: engine_pb2.ChoiceEnd) -> bool:
         return end.HasField("stop_token_id") and not self._request.stopping.include_stop
 
-    def _started(self) -> replica_pb2.ServeResponse:
-        started = inference_pb2.Started(
+    def _started(self) -> inference_pb2.Started:
+        return inference_pb2.Started(
             request_id=self._request.request_id,
             model=self._info.model,
             prompt_tokens=len(self._request.token_ids.ids),
             seed=self._request.sampling.seed,
         )
-        return event_frame(inference_pb2.GenerateResponse(started=started))
 
-    def _scheduled(self, cached_tokens: int, scheduled_at: float) -> replica_pb2.ServeResponse:
+    def _scheduled(self, cached_tokens: int, scheduled_at: float) -> inference_pb2.Scheduled:
         self._cached_tokens = cached_tokens
         self._scheduled_at = scheduled_at
-        scheduled = inference_pb2.Scheduled(cached_tokens=cached_tokens, queue_s=scheduled_at - self._arrived_at)
-        frame = event_frame(inference_pb2.GenerateResponse(scheduled=scheduled))
-        frame.cached_tokens = cached_tokens
-        return frame
+        return inference_pb2.Scheduled(cached_tokens=cached_tokens, queue_s=scheduled_at - self._arrived_at)
 
-    def _deltas(
-        self, choice: Choice, text: str, told: list[inference_pb2.TokenLogprobs]
-    ) -> Iterator[replica_pb2.ServeResponse]:
+    def _deltas(self, choice: Choice, text: str, told: list[inference_pb2.TokenLogprobs]) -> Iterator[_Frame]:
         sent = choice.text_bytes
-        yield from delta_frames(choice, text, told, tells_ids=self._request.output.token_ids)
+        yield from self._frames.deltas(choice, text, told)
         self._metrics.text_bytes.inc(choice.text_bytes - sent)
 
-    def _finished(self, choice: Choice, end: engine_pb2.ChoiceEnd | None) -> replica_pb2.ServeResponse:
+    def _finish(self, choice: Choice, end: engine_pb2.ChoiceEnd | None) -> Iterator[_Frame]:
+        finished = self._finished(choice, end)
+        self._num_open -= 1
+        self._metrics.count_finished(finished.reason)
+        yield from self._frames.finished(choice, finished)
+
+    def _finished(self, choice: Choice, end: engine_pb2.ChoiceEnd | None) -> inference_pb2.Finished:
         finished = inference_pb2.Finished(
             index=choice.index,
             usage=inference_pb2.Usage(
@@ -221,9 +228,7 @@ class Generation:
             finished.reason, finished.error = end.reason, end.error
             if end.HasField("stop_token_id"):
                 finished.stop_token_id = end.stop_token_id
-        self._num_open -= 1
-        self._metrics.count_finished(finished.reason)
-        return finished_frame(finished, choice)
+        return finished
 
     def _timing(self, choice: Choice, end: engine_pb2.ChoiceEnd | None) -> inference_pb2.Timing:
         first_token_at = choice.first_token_at

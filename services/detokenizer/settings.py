@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from kvern.services.runtime.model_source import DEFAULT_MODEL
-from kvern.services.runtime.settings import ServiceSettings
+from kvern.services.runtime.settings import ServiceSettings, check_tcp_address
+from kvern.services.runtime.validate import MAX_NAME_CHARS
 
 
 class DetokenizerSettings(ServiceSettings):
@@ -22,3 +25,19 @@ class DetokenizerSettings(ServiceSettings):
 
     max_parked_s: float = Field(60.0, gt=0)
     """Seconds that a request may be parked in the engine because its reader does not keep up; then it ends."""
+
+    smg_listen: Annotated[str, AfterValidator(check_tcp_address)] | None = None
+    """host:port to serve vllm.grpc.engine on, for SMG, in plaintext and to whoever reaches it. Default: nowhere."""
+
+    smg_salt: str = Field("", max_length=MAX_NAME_CHARS)
+    """Cache salt of all requests that come by smg_listen."""
+
+    smg_kv_events: bool = False
+    """Tell SMG which blocks are cached, with their token ids. The engine needs the same setting."""
+
+    @field_validator("smg_kv_events")
+    @classmethod
+    def _needs_a_door(cls, smg_kv_events: bool, info: ValidationInfo) -> bool:
+        if smg_kv_events and info.data.get("smg_listen") is None:
+            raise ValueError("needs smg_listen: they are told there")
+        return smg_kv_events

@@ -13,6 +13,7 @@ from kvern.engine.core import Output
 from kvern.engine.errors import EngineError, EngineStuck
 from kvern.engine.startup import Engine
 from kvern.services.engine.announcer import Announcer, announcing
+from kvern.services.engine.block_log import BlockLog
 from kvern.services.engine.engine_thread import EngineThread
 from kvern.services.engine.grammars import Grammars
 from kvern.services.engine.index_writer import StaleEpoch
@@ -77,7 +78,10 @@ async def main(settings: EngineSettings, status: Status, stall_rule: StallRule =
         announcing(announcer) as announcement,
         GrpcServer(settings, ["kvern.v1.EngineService"], status) as server,
     ):
-        servicer = EngineServicer(settings.seed, metrics.requests, status.tracer)
+        blocks = None
+        if settings.smg_kv_events:
+            blocks = BlockLog(starting.epoch, settings.block_size, settings.smg_salt)
+        servicer = EngineServicer(settings.seed, metrics.requests, status.tracer, blocks)
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, server.grpc)
         await server.start()
 

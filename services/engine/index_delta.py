@@ -41,7 +41,7 @@ class PendingDelta:
         return len(self._is_added)
 
     def record(self, events: Iterable[CacheEvent]) -> None:
-        for digest, is_added in events:
+        for digest, is_added, _ in events:
             member = index_member(digest)
             # A digest's events alternate: whatever is pending is the opposite.
             if self._is_added.pop(member, None) is None:

@@ -105,7 +105,7 @@ class IndexWriter:
     def record(self, events: Sequence[CacheEvent]) -> None:
         """Take what happened in the block pool, in order. Call on the event loop's thread."""
         if self._overlay is not None:
-            self._overlay.update((index_member(digest), is_added) for digest, is_added in events)
+            self._overlay.update((index_member(digest), is_added) for digest, is_added, _ in events)
         elif self._pending is not None:
             self._pending.record(events)
             self._changed.set()

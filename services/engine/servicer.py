@@ -17,6 +17,7 @@ from kvern.engine.errors import RequestRefused
 from kvern.engine.grammar import Grammar
 from kvern.engine.plan import PromptLogprobs, StepResult, TokenLogprobs
 from kvern.engine.request import FinishReason
+from kvern.services.engine.block_log import BlockLog
 from kvern.services.engine.convert import (
     MAX_PIECE_BYTES,
     arrival_of,
@@ -32,7 +33,7 @@ from kvern.services.engine.grammars import Grammars
 from kvern.services.engine.request_spans import RequestSpans
 from kvern.services.engine.request_stats import RequestStats
 from kvern.services.engine.validate import check_add
-from kvern.services.runtime.errors import InvalidArgument
+from kvern.services.runtime.errors import InvalidArgument, Unsupported
 from kvern.services.runtime.tracing import NO_TRACER, Tracer
 from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2
 
@@ -158,10 +159,13 @@ class ServedEngine(NamedTuple):
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Maps streams' requests to the engine's, and the engine's outputs back."""
 
-    def __init__(self, seed: int, requests: RequestStats, tracer: Tracer = NO_TRACER) -> None:
-        """requests: told what becomes of each."""
+    def __init__(
+        self, seed: int, requests: RequestStats, tracer: Tracer = NO_TRACER, blocks: BlockLog | None = None
+    ) -> None:
+        """requests: told what becomes of each. blocks: for those who watch; None: nobody may."""
         self._seed = seed
         self._requests = requests
+        self._blocks = blocks
         self._load = replica_pb2.ReplicaLoad()
         """As last told."""
         self._spans = RequestSpans(tracer)
@@ -184,7 +188,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             stream.pending().load.CopyFrom(self._load)
         reader = asyncio.create_task(self._read(engine, stream, request_iterator))
         try:
-            yield engine_pb2.ConnectResponse(hello=engine_pb2.Hello(info=engine.info))
+            hello = engine_pb2.Hello(info=engine.info, tells_blocks=self._blocks is not None)
+            yield engine_pb2.ConnectResponse(hello=hello)
             while (output := await stream.next_output()) is not None:
                 self._pace(engine)
                 yield engine_pb2.ConnectResponse(step=output)
@@ -193,6 +198,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             self._streams.discard(stream)
             self._abort_all(engine, stream)
             self._pace(engine)
+
+    async def WatchBlocks(
+        self, request: engine_pb2.WatchBlocksRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[engine_pb2.WatchBlocksResponse]:
+        if self._blocks is None:
+            raise Unsupported("WatchBlocks", "this engine was started without --smg-kv-events")
+        if request.salt != self._blocks.salt:
+            raise InvalidArgument("salt", "the engine's --smg-salt is another one than the detokenizer's")
+        async for message in self._blocks.watch(request.start):
+            yield message
 
     def _pace(self, engine: ServedEngine) -> None:
         """Let the engine run as fast as its outputs are taken."""
@@ -299,6 +314,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if isinstance(output, Refused):
             self._refuse(output)
             return
+        if self._blocks is not None:
+            self._blocks.record(output.cache_events)
         stalled = self._load.stalled
         self._load = to_load(output.load)
         self.tell_stalled(stalled)

@@ -10,6 +10,7 @@ from pydantic import ByteSize, Field, ValidationInfo, field_validator
 from kvern.engine.config import EngineConfig
 from kvern.services.runtime.model_source import DEFAULT_MODEL
 from kvern.services.runtime.settings import RedisUrl, ServiceSettings
+from kvern.services.runtime.validate import MAX_NAME_CHARS
 
 
 class EngineSettings(ServiceSettings):
@@ -92,6 +93,12 @@ class EngineSettings(ServiceSettings):
     vllm_metrics: bool = True
     """Tell metrics under vLLM's names too, for dashboards and schedulers that read those."""
 
+    smg_kv_events: bool = False
+    """Keep the token ids of cached blocks, and tell them to the detokenizer for gateways that route by them."""
+
+    smg_salt: str = Field("", max_length=MAX_NAME_CHARS)
+    """Cache salt of the blocks that are told: what the detokenizer gives the requests of its SMG door."""
+
     @field_validator("advertise")
     @classmethod
     def _needed_with_redis(cls, advertise: str | None, info: ValidationInfo) -> str | None:
@@ -119,6 +126,7 @@ class EngineSettings(ServiceSettings):
             scheduling_policy=self.scheduling_policy,
             target_step_ms=self.target_step_ms,
             enable_prefix_caching=self.enable_prefix_caching,
-            record_cache_events=self.redis is not None,
+            record_cache_events=self.redis is not None or self.smg_kv_events,
+            told_salt=self.smg_salt if self.smg_kv_events else None,
             num_threads=self.num_threads,
         )

@@ -80,3 +80,9 @@ class Unavailable(ServiceError):
 
 class Internal(ServiceError):
     """A fault of ours that is known by name."""
+
+
+class Cancelled(ServiceError):
+    """The call was called off, by another call of its client."""
+
+    reason = "CANCELLED"

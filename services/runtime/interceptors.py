@@ -36,6 +36,7 @@ _STATUS: dict[type[errors.ServiceError], grpc.StatusCode] = {
     errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     errors.Internal: grpc.StatusCode.INTERNAL,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
 }
 
 _log = structlog.get_logger("kvern.rpc")

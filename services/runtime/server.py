@@ -53,7 +53,9 @@ class GrpcServer:
         self._stop = asyncio.Event()
         self._health_tasks: set[asyncio.Task[None]] = set()
         spans = [SpanInterceptor(status.tracer)] if status.tracer.is_on else []
-        interceptors = [*spans, MetricsInterceptor(status.registry), ErrorInterceptor(admit)]
+        self.observers = [*spans, MetricsInterceptor(status.registry)]
+        """What counts and traces calls, for other servers of the process too."""
+        interceptors = [*self.observers, ErrorInterceptor(admit)]
         self.grpc = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         """Servicers are added to this one before `start`."""
 

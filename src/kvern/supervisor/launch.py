@@ -113,11 +113,11 @@ class _Wiring:
             *self._private_redis(),
             self._spec("tokenizer", {"model": engine.model}),
             *(self._spec(f"engine-{index}", threads | self._announcing(index)) for index in indices),
-            *(self._detokenizer(index, engine.model) for index in indices),
+            *self._detokenizers(engine.model),
             self._router(),
             self._gateway(),
         ]
-        return specs if engine.status_listen is None else _with_status(specs, parse_address(engine.status_listen))
+        return specs if engine.status_listen is None else _numbered(specs, "status-listen", engine.status_listen)
 
     def engine(self) -> ProcessSpec:
         """Return an engine as the person asked for it: the rest depends on what its settings say."""
@@ -158,8 +158,13 @@ class _Wiring:
             return {}
         return self._redis() | {"advertise": self._socket(f"detokenizer-{index}")}
 
-    def _detokenizer(self, index: int, model: str) -> ProcessSpec:
-        return self._spec(f"detokenizer-{index}", {"model": model, "engine": self._socket(f"engine-{index}")})
+    def _detokenizers(self, model: str) -> list[ProcessSpec]:
+        specs = [
+            self._spec(f"detokenizer-{index}", {"model": model, "engine": self._socket(f"engine-{index}")})
+            for index in range(self._options.replicas)
+        ]
+        first = DetokenizerSettings.load(specs[0].flags, prog="kvern up", environ=specs[0].environ).smg_listen
+        return specs if first is None else _numbered(specs, "smg-listen", first)
 
     def _router(self) -> ProcessSpec:
         detokenizers = [self._socket(f"detokenizer-{index}") for index in range(self._options.replicas)]
@@ -192,19 +197,19 @@ class _Wiring:
         return f"unix:{self._folder / name}.sock"
 
 
-def _with_status(specs: Sequence[ProcessSpec], first: Address) -> list[ProcessSpec]:
-    """Give each service a port to tell of its health and metrics on, from the first one upwards."""
-    ports = itertools.count(first.port)
+def _numbered(specs: Sequence[ProcessSpec], flag: str, first: str) -> list[ProcessSpec]:
+    """Give each service a port of its own to listen on, from the first one upwards."""
+    host, ports = parse_address(first).host, itertools.count(parse_address(first).port)
     return [
-        replace(spec, flags=[*_without_status(spec.flags), f"--status-listen={Address(first.host, next(ports))}"])
+        replace(spec, flags=[*_without(flag, spec.flags), f"--{flag}={Address(host, next(ports))}"])
         if _service(spec.name) in SERVICES
         else spec
         for spec in specs
     ]
 
 
-def _without_status(flags: Sequence[str]) -> Iterator[str]:
-    return (flag for flag in flags if not flag.startswith("--status-listen="))
+def _without(flag: str, flags: Sequence[str]) -> Iterator[str]:
+    return (each for each in flags if not each.startswith(f"--{flag}="))
 
 
 def _service(name: str) -> str:

@@ -40,6 +40,11 @@ class EngineServiceStub:
                 request_serializer=kvern_dot_v1_dot_engine__pb2.ConnectRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_engine__pb2.ConnectResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/kvern.v1.EngineService/WatchBlocks',
+                request_serializer=kvern_dot_v1_dot_engine__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_engine__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServiceServicer:
@@ -54,6 +59,14 @@ class EngineServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlocks(self, request, context):
+        """WatchBlocks tells which blocks are cached, with their token ids, and what changes, for ever. Only engines that were
+        started to tell it do, and only of the blocks of one salt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +74,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=kvern_dot_v1_dot_engine__pb2.ConnectRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_engine__pb2.ConnectResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=kvern_dot_v1_dot_engine__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_engine__pb2.WatchBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +109,33 @@ class EngineService:
             '/kvern.v1.EngineService/Connect',
             kvern_dot_v1_dot_engine__pb2.ConnectRequest.SerializeToString,
             kvern_dot_v1_dot_engine__pb2.ConnectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvern.v1.EngineService/WatchBlocks',
+            kvern_dot_v1_dot_engine__pb2.WatchBlocksRequest.SerializeToString,
+            kvern_dot_v1_dot_engine__pb2.WatchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

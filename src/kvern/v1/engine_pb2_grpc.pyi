@@ -37,6 +37,10 @@ class EngineServiceStub:
     """Connect carries every request of one detokenizer: commands in, one StepOutput an engine step out. The engine speaks
     first, with Hello. The stream's end aborts all its requests. While a StepOutput is being written, later ones merge.
     """
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchBlocksRequest, _engine_pb2.WatchBlocksResponse]
+    """WatchBlocks tells which blocks are cached, with their token ids, and what changes, for ever. Only engines that were
+    started to tell it do, and only of the blocks of one salt.
+    """
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -46,6 +50,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     Connect: _aio.StreamStreamMultiCallable[_engine_pb2.ConnectRequest, _engine_pb2.ConnectResponse]  # type: ignore[assignment]
     """Connect carries every request of one detokenizer: commands in, one StepOutput an engine step out. The engine speaks
     first, with Hello. The stream's end aborts all its requests. While a StepOutput is being written, later ones merge.
+    """
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchBlocksRequest, _engine_pb2.WatchBlocksResponse]  # type: ignore[assignment]
+    """WatchBlocks tells which blocks are cached, with their token ids, and what changes, for ever. Only engines that were
+    started to tell it do, and only of the blocks of one salt.
     """
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +67,16 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.ConnectResponse], _abc.AsyncIterator[_engine_pb2.ConnectResponse]]:
         """Connect carries every request of one detokenizer: commands in, one StepOutput an engine step out. The engine speaks
         first, with Hello. The stream's end aborts all its requests. While a StepOutput is being written, later ones merge.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _engine_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.WatchBlocksResponse], _abc.AsyncIterator[_engine_pb2.WatchBlocksResponse]]:
+        """WatchBlocks tells which blocks are cached, with their token ids, and what changes, for ever. Only engines that were
+        started to tell it do, and only of the blocks of one salt.
         """
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from kvern.services.detokenizer.engine_request import EngineRequest
+from kvern.services.detokenizer.frames import ServeFrames
 from kvern.services.detokenizer.generation import Generation
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
 from kvern.services.detokenizer.metrics import DetokenizerMetrics
@@ -51,7 +52,8 @@ class Driver:
 
     async def run(self, request: inference_pb2.GenerateRequest) -> list[replica_pb2.ServeResponse]:
         """Return all frames of a request. An engine is asked only where there is something to generate."""
-        generation = Generation(request, INFO, self._decoders, 0.0, METRICS)
+        frames = ServeFrames(tells_ids=request.output.token_ids)
+        generation = Generation(request, INFO, self._decoders, 0.0, METRICS, frames)
         resumed = await generation.replay(request.stopping.max_tokens)
         positions = dict.fromkeys(generation.unfinished, 0)
         positions |= {each.index: len(each.token_ids) for each in resumed}
@@ -97,7 +99,9 @@ def logprobs_at(position: int) -> engine_pb2.EngineTokenLogprobs:
     return engine_pb2.EngineTokenLogprobs(logprob=-position, rank=1, top_ids=[position], top_logprobs=[-1.0])
 
 
-async def _read(generation: Generation, engine: EngineRequest | None) -> list[replica_pb2.ServeResponse]:
+async def _read(
+    generation: Generation[replica_pb2.ServeResponse], engine: EngineRequest | None
+) -> list[replica_pb2.ServeResponse]:
     return [frame async for frame in generation.frames(engine)]
 
 

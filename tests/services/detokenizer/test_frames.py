@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from kvern.services.detokenizer.choice import Choice
-from kvern.services.detokenizer.frames import delta_frames, prompt_logprobs_frames
+from kvern.services.detokenizer.frames import ServeFrames
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
 from kvern.services.detokenizer.stop_strings import StopStringMatcher
 from kvern.services.runtime.model_source import find_model
@@ -43,7 +43,7 @@ def logprobs(token_id: int) -> TokenLogprobs:
 
 def test_what_fits_is_one_frame(choice: Choice) -> None:
     choice.unsent_ids = [1, 2]
-    [frame] = delta_frames(choice, "日", [], tells_ids=False)
+    [frame] = ServeFrames(tells_ids=False).deltas(choice, "日", [])
     assert GenerateResponse.FromString(frame.client_frame).delta == Delta(text="日")
     [update] = frame.updates
     assert (list(update.new_token_ids), update.text_bytes_total, choice.unsent_ids) == ([1, 2], 3, [])
@@ -52,7 +52,7 @@ def test_what_fits_is_one_frame(choice: Choice) -> None:
 def test_text_and_ids_beyond_a_message_are_cut_and_tokens_come_before_their_text(choice: Choice) -> None:
     ids, text = [LARGEST_ID] * 300_000, "日" * 1_000_000
     choice.unsent_ids = ids.copy()
-    frames = list(delta_frames(choice, text, [], tells_ids=True))
+    frames = list(ServeFrames(tells_ids=True).deltas(choice, text, []))
     deltas = deltas_of(frames)
     assert "".join(delta.text for delta in deltas) == text
     assert [id for delta in deltas for id in delta.token_ids] == ids
@@ -65,7 +65,7 @@ def test_text_and_ids_beyond_a_message_are_cut_and_tokens_come_before_their_text
 def test_log_probabilities_beyond_a_message_are_cut_with_their_tokens(choice: Choice) -> None:
     ids = list(range(500))
     choice.unsent_ids = ids.copy()
-    deltas = deltas_of(delta_frames(choice, "text", [logprobs(id) for id in ids], tells_ids=True))
+    deltas = deltas_of(ServeFrames(tells_ids=True).deltas(choice, "text", [logprobs(id) for id in ids]))
     assert len(deltas) > 1
     for delta in deltas:
         assert [item.sampled.token_id for item in delta.logprobs] == list(delta.token_ids)
@@ -76,7 +76,7 @@ def test_log_probabilities_beyond_a_message_are_cut_with_their_tokens(choice: Ch
 def test_prompt_log_probabilities_beyond_a_message_go_on_where_the_last_ended() -> None:
     items = [logprobs(id) for id in range(1, 301)]
     pieces: list[PromptLogprobs] = []
-    for frame in prompt_logprobs_frames(1, items):
+    for frame in ServeFrames(tells_ids=False).prompt_logprobs(1, items):
         assert frame.ByteSize() < MAX_MESSAGE_BYTES
         pieces.append(GenerateResponse.FromString(frame.client_frame).prompt_logprobs)
     assert len(pieces) > 1
