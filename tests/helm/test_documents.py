@@ -274,7 +274,8 @@ def test_network_policy_opens_each_port_to_those_who_call_it(name: str) -> None:
             for port, peers in rules.items()
             if peers is not None
         }
-        expected = {"router": {}, "replica": {50051: {"router"}}, "redis": {6379: {"router", "replica"}}}
+        smg = {50052: set()} if 50052 in rules else {}  # called by pods of another release
+        expected = {"router": {}, "replica": {50051: {"router"}} | smg, "redis": {6379: {"router", "replica"}}}
         assert callers == expected[component(pod)]
 
 
@@ -313,6 +314,20 @@ def test_inference_pool_selects_one_pools_replicas() -> None:
     [pool] = of_kind(documents, "InferencePool")
     [chosen] = [pod for pod in pods(documents) if selects(pool["spec"]["selector"]["matchLabels"], pod)]
     assert component(chosen) == "replica"
+    served = [container.settings().smg_listen for container in containers(chosen) if container.service == "detokenizer"]
+    assert served == [f"0.0.0.0:{pool['spec']['targetPorts'][0]['number']}"]
+
+
+def test_detokenizer_and_engine_are_told_alike_of_smg() -> None:
+    [replica] = [pod for pod in pods(rendered("everything")) if component(pod) == "replica"]
+    told = [container.settings() for container in containers(replica) if container.is_service]
+    assert [(each.smg_salt, each.smg_kv_events) for each in told] == [("gateway", True)] * 2
+
+
+def test_nobody_reaches_smg_ports_unless_the_values_name_them() -> None:
+    documents = render({"replica": {"smg": {"enabled": True}}})
+    [policy] = [each for each in of_kind(documents, "NetworkPolicy") if each["metadata"]["name"].endswith("-replica")]
+    assert "smg" not in {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
 
 
 def test_notes_tell_the_first_call_and_what_one_replica_means() -> None:

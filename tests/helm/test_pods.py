@@ -52,8 +52,8 @@ def test_declared_ports_are_those_that_are_served(name: str) -> None:
         settings = container.settings()
         served = {
             address.rpartition(":")[2]
-            for address in (*settings.listen, settings.status_listen)
-            if "unix" not in address
+            for address in (*settings.listen, settings.status_listen, getattr(settings, "smg_listen", None))
+            if address is not None and "unix" not in address
         }
         assert {str(port) for port in container.ports.values()} == served
     for pod in pods(rendered(name)):

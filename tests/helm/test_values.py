@@ -66,7 +66,8 @@ def test_lint_finds_nothing(name: str) -> None:
         ({"replica": {"autoscaling": {"kind": "hpa", "minReplicas": 0}}}, "minReplicas"),
         ({"replica": {"engine": {"resources": {"limits": {"cpu": None}}}}}, "resources.limits.cpu"),
         ({"replica": {"podLabels": {"app.kubernetes.io/name": "other"}}}, "app.kubernetes.io/name"),
-        ({"inferencePool": {"enabled": True}}, "endpointPicker.name"),
+        ({"inferencePool": {"enabled": True}, "replica": {"smg": {"enabled": True}}}, "endpointPicker.name"),
+        ({"inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}}}, "smg.enabled"),
     ],
 )
 def test_value_that_is_wrong_is_refused_by_name(given: dict[str, Any], named: str) -> None:

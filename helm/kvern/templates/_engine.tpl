@@ -33,6 +33,9 @@ args:
   - --drain-delay-s={{ $pool.drain.delaySeconds }}
   - --drain-timeout-s={{ add $pool.drain.timeoutSeconds 5 }}
   {{- end }}
+  {{- if and $pool.smg.enabled $pool.smg.kvEvents }}
+  {{- include "kvern.smgFlags" $pool.smg | nindent 2 }}
+  {{- end }}
   {{- include "kvern.optional" (list 2 (include "kvern.flags" $pool.engine.settings)) }}
 {{ include "kvern.list" (list "env" (include "kvern.podEnv" .) (include "kvern.redisEnv" $root) (include "kvern.modelEnv" $models) (include "kvern.yaml" $pool.engine.env)) }}
 ports:
@@ -48,4 +51,10 @@ resources: {{- include "kvern.resources" $resources | trim | nindent 2 }}
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- end }}
+
+{{/* What detokenizer and engine must be told alike. Takes a pool's smg. */}}
+{{- define "kvern.smgFlags" -}}
+- {{ printf "--smg-salt=%s" .salt | quote }}
+- --{{ ternary "" "no-" .kvEvents }}smg-kv-events
 {{- end }}
