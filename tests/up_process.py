@@ -44,6 +44,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def first_free_port(count: int) -> int:
+    """Return the first of as many neighbouring ports that nobody listens on."""
+    return next(first for first in range(23000, 30000, count) if _are_free(range(first, first + count)))
+
+
+def _are_free(ports: range) -> bool:
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        for port in ports:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        return True
+    return False
+
+
 def run_kvern(
     *arguments: str, environ: Mapping[str, str] = {}, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:

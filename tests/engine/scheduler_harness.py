@@ -30,6 +30,7 @@ class Engine:
     caching: bool = True
     policy: Policy = Policy.FCFS
     target_step_s: float | None = None
+    told_salt: str | None = None
     depth: int = 0
     abort_after: dict[int, int] = field(default_factory=dict)
     """After how many tokens a request is aborted."""
@@ -55,6 +56,7 @@ class Engine:
             enable_prefix_caching=self.caching,
             policy=self.policy,
             target_step_s=self.target_step_s,
+            told_salt=self.told_salt,
         )
         self.scheduler = Scheduler(self.pool, config)
 

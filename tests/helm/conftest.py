@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections import defaultdict
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -18,7 +17,7 @@ from kvern.client import Client, KvernError
 from kvern.services.runtime.certificates import watch_certificates
 from kvern.services.runtime.metrics import render
 from tests.helm.promql import Exposed
-from tests.up_process import PATIENCE_S, UpProcess, wait_until
+from tests.up_process import PATIENCE_S, UpProcess, first_free_port, wait_until
 
 _NUM_SERVICES = 7
 """Tokenizer, two engines and their detokenizers, router, gateway."""
@@ -40,7 +39,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
 
 
 def _live_texts(folder: Path) -> list[str]:
-    first = _first_free_port(_NUM_SERVICES)
+    first = first_free_port(_NUM_SERVICES)
     flags = (f"--status-listen=127.0.0.1:{first}", "--replicas=2", "--num-threads=1")
     with UpProcess(folder, *flags, "--max-model-len=128", "--num-blocks=16") as up:
         up.wait_ready()
@@ -59,19 +58,6 @@ def _ask(up: UpProcess) -> None:
             list(client.generate(_PROMPT, temperature=-1))
     question = {"messages": [{"role": "user", "content": _PROMPT}], "max_tokens": 2}
     httpx.post(f"http://{up.http}/v1/chat/completions", json=question, timeout=PATIENCE_S).raise_for_status()
-
-
-def _first_free_port(count: int) -> int:
-    """Return the first of as many neighbouring ports that nobody listens on."""
-    return next(first for first in range(23000, 30000, count) if _are_free(range(first, first + count)))
-
-
-def _are_free(ports: range) -> bool:
-    with ExitStack() as stack, suppress(OSError):
-        for port in ports:
-            stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        return True
-    return False
 
 
 def _certificate_text(folder: Path) -> str:
