@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from kvern.client import AsyncClient
 from tests.collector import QUICKLY, Collector, collecting
-from tests.up_process import UpProcess
+from tests.up_process import UpProcess, first_free_port
 
 from .crowd import Crowd
 from .fleet import NO_HELP, NUM_REPLICAS, wait_ready
@@ -27,10 +27,20 @@ def collector(collected: tuple[Collector, str]) -> Collector:
 
 
 @pytest.fixture(scope="package")
-def replicas(tmp_path_factory: pytest.TempPathFactory, collected: tuple[Collector, str]) -> Iterator[UpProcess]:
+def smg_doors() -> list[str]:
+    """Where the replicas are reached by SMG."""
+    first = first_free_port(NUM_REPLICAS)
+    return [f"127.0.0.1:{first + index}" for index in range(NUM_REPLICAS)]
+
+
+@pytest.fixture(scope="package")
+def replicas(
+    tmp_path_factory: pytest.TempPathFactory, collected: tuple[Collector, str], smg_doors: list[str]
+) -> Iterator[UpProcess]:
     """A set that traces what comes with a trace, and nothing else."""
     flags = [f"--replicas={NUM_REPLICAS}", "--max-model-len=256", "--num-blocks=256", "--num-threads=1"]
     flags += [f"--otlp-endpoint={collected[1]}", "--trace-sample-ratio=0"]
+    flags += [f"--smg-listen={smg_doors[0]}", "--smg-kv-events"]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in QUICKLY.items():
             patch.setenv(name, value)
