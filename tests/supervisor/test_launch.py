@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from kvern.services.runtime.settings import SettingsError
 from kvern.supervisor.addresses import Address
-from kvern.supervisor.launch import SetOptions, prepare
+from kvern.supervisor.launch import SetOptions, Value, prepare
 from kvern.supervisor.process import ProcessSpec
 
 
-def _specs(folder: Path, replicas: int, environ: dict[str, str] | None = None) -> dict[str, ProcessSpec]:
-    options = SetOptions(Address("127.0.0.1", 50051), Address("127.0.0.1", 8000), replicas, {})
+def _specs(
+    folder: Path, replicas: int, environ: dict[str, str] | None = None, settings: Mapping[str, Value] = {}
+) -> dict[str, ProcessSpec]:
+    options = SetOptions(Address("127.0.0.1", 50051), Address("127.0.0.1", 8000), replicas, settings)
     return {spec.name: spec for spec in prepare(options, folder, environ or {}).specs}
 
 
@@ -36,3 +39,23 @@ def test_several_replicas_share_a_private_redis_and_the_router_is_told_of_them_a
 def test_variable_that_would_connect_it_otherwise_is_refused(tmp_path: Path, variable: str) -> None:
     with pytest.raises(SettingsError, match=f"{variable}: kvern up connects its services itself"):
         _specs(tmp_path, 2, {variable: "redis://elsewhere"})
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_replicas_have_smg_ports_of_their_own_and_engines_tell_what_is_cached(
+    tmp_path: Path, by_variable: bool
+) -> None:
+    address, events = "127.0.0.1:50060", {"smg_kv_events": True, "smg_salt": "gate"}
+    if by_variable:
+        specs = _specs(tmp_path, 2, {"KVERN_SMG_LISTEN": address}, events)
+    else:
+        specs = _specs(tmp_path, 2, None, {"smg_listen": address, **events})
+    for index in range(2):
+        detokenizer, engine = specs[f"detokenizer-{index}"].flags, specs[f"engine-{index}"].flags
+        assert [flag for flag in detokenizer if "smg-listen" in flag] == [f"--smg-listen=127.0.0.1:{50060 + index}"]
+        assert {"--smg-kv-events", "--smg-salt=gate"} <= set(detokenizer) & set(engine)
+
+
+def test_events_without_a_port_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"smg_kv_events: .*needs smg_listen"):
+        _specs(tmp_path, 1, None, {"smg_kv_events": True})
