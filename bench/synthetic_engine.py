@@ -143,6 +143,8 @@ class SyntheticEngine(engine_pb2_grpc.EngineServiceServicer):
         finally:
             reader.cancel()
 
+    WatchBlocks = engine_pb2_grpc.EngineServiceServicer.WatchBlocks  # UNIMPLEMENTED: it caches nothing
+
     def _output(self, step: int, ids: Sequence[int], ended: Sequence[int]) -> engine_pb2.ConnectResponse:
         first = step % self._num_kinds
         output = engine_pb2.StepOutput(

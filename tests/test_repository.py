@@ -17,6 +17,7 @@ DOCUMENTS = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.
 
 TORCHLESS = ["kvern.cli", "kvern.client", "kvern.supervisor", "kvern.engine.block_hash", "kvern.engine.scheduler"]
 TORCHLESS += [f"kvern.services.{name}.__main__" for name in ("gateway", "router", "tokenizer", "detokenizer")]
+TORCHLESS += ["kvern.services.detokenizer.smg.server"]
 
 _IMPORT_ALL = """
 import importlib, sys

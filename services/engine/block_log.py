@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvern.engine.block_pool import BlockContent, CacheEvent
@@ -44,7 +44,7 @@ class BlockLog:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def watch(self, start: int) -> AsyncIterator[engine_pb2.WatchBlocksResponse]:
+    async def watch(self, start: int) -> AsyncGenerator[engine_pb2.WatchBlocksResponse, None]:
         """Yield batches from `start` on, for ever. What is not kept any more, or never was, a snapshot stands for."""
         position = start
         while True:

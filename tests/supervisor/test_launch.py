@@ -45,7 +45,8 @@ def test_variable_that_would_connect_it_otherwise_is_refused(tmp_path: Path, var
 def test_replicas_have_smg_ports_of_their_own_and_engines_tell_what_is_cached(
     tmp_path: Path, by_variable: bool
 ) -> None:
-    address, events = "127.0.0.1:50060", {"smg_kv_events": True, "smg_salt": "gate"}
+    address = "127.0.0.1:50060"
+    events: dict[str, Value] = {"smg_kv_events": True, "smg_salt": "gate"}
     if by_variable:
         specs = _specs(tmp_path, 2, {"KVERN_SMG_LISTEN": address}, events)
     else:

@@ -157,6 +157,7 @@ def details_of(error: grpc.aio.AioRpcError) -> tuple[int, list[Message]]:
         (errors.ResourceExhausted("full", retry_after_s=1.5), "RESOURCE_EXHAUSTED", "full", "RESOURCE_EXHAUSTED"),
         (errors.Unavailable("away"), "UNAVAILABLE", "away", "UNAVAILABLE"),
         (errors.Internal("odd", reason="POISON"), "INTERNAL", "odd", "POISON"),
+        (errors.Cancelled("aborted"), "CANCELLED", "aborted", "CANCELLED"),
     ],
 )
 async def test_typed_error_becomes_its_status_with_details(
