@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -45,8 +46,9 @@ def free_port() -> int:
 
 
 def first_free_port(count: int) -> int:
-    """Return the first of as many neighbouring ports that nobody listens on."""
-    return next(first for first in range(23000, 30000, count) if _are_free(range(first, first + count)))
+    """Return the first of as many neighbouring ports that nobody listens on: some, as others look at the same time."""
+    places = range(23000, 30000 - count, count)
+    return next(first for first in random.sample(places, len(places)) if _are_free(range(first, first + count)))
 
 
 def _are_free(ports: range) -> bool:
