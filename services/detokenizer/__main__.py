@@ -16,6 +16,7 @@ from kvern.services.runtime.process import run_service
 from kvern.services.runtime.server import GrpcServer
 from kvern.services.runtime.status import Status
 from kvern.services.runtime.text import TokenizerError, load_tokenizer
+from kvern.services.runtime.tls import client_tls
 from kvern.v1 import replica_pb2_grpc
 
 SERVICE = "kvern.v1.ReplicaService"
@@ -32,7 +33,7 @@ async def main(settings: DetokenizerSettings, status: Status) -> None:
             metrics.of(engine.info.model)  # from now on, so that a model without requests reads 0
         server.set_ready(is_running)
 
-    engine = EngineClient(settings.engine, on_change, metrics.parks.inc)
+    engine = EngineClient(settings.engine, on_change, metrics.parks.inc, client_tls(settings))
     door = FrontDoor(engine, DecoderFactory(tokenizer), settings, metrics)
     show_state(status.registry, engine, door)
     async with AsyncExitStack() as stack:

@@ -18,6 +18,7 @@ from kvern.services.detokenizer.turns import Turns
 from kvern.services.runtime.channel import open_channel, streaming
 from kvern.services.runtime.errors import Unavailable
 from kvern.services.runtime.slow_reader import ReaderWatch
+from kvern.services.runtime.tls import ClientTls
 from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2
 
 MIN_RECONNECT_DELAY_S = 0.05
@@ -38,7 +39,13 @@ _Commands = asyncio.Queue[engine_pb2.ConnectRequest]
 class EngineClient:
     """Keeps the stream open for as long as `run` runs."""
 
-    def __init__(self, address: str, on_change: Callable[[bool], None], on_park: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_change: Callable[[bool], None],
+        on_park: Callable[[], None],
+        tls: ClientTls | None = None,
+    ) -> None:
         self.info: replica_pb2.EngineInfo | None = None
         """What the engine said of itself; None while there is no stream."""
         self.load = replica_pb2.ReplicaLoad()
@@ -47,6 +54,7 @@ class EngineClient:
         """Whether the engine tells which blocks it has cached."""
         self.prefill_speed = PrefillSpeed()
         self._address = address
+        self._tls = tls
         self._on_change = on_change
         self._on_park = on_park
         self._ids = itertools.count(1)
@@ -68,7 +76,7 @@ class EngineClient:
     async def run(self) -> None:
         """Connect, and again whenever the stream breaks. Calls `on_change` with whether an engine is there and runs."""
         delay_s = MIN_RECONNECT_DELAY_S
-        async with open_channel(self._address) as channel:
+        async with open_channel(self._address, tls=self._tls) as channel:
             self._stub = stub = engine_pb2_grpc.EngineServiceStub(channel)
             while True:
                 reason = await self._serve_stream(stub)

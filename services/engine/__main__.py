@@ -22,7 +22,6 @@ from kvern.services.engine.servicer import EngineServicer, ServedEngine
 from kvern.services.engine.settings import EngineSettings
 from kvern.services.engine.stall_watch import StallWatch, watching
 from kvern.services.engine.vllm_metrics import VllmMetrics
-from kvern.services.runtime.certificates import certificate_files, watch_certificates
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.server import GrpcServer
@@ -71,7 +70,6 @@ async def main(settings: EngineSettings, status: Status, stall_rule: StallRule =
     starting = starting_info(settings, settings.served_model_name or source.name)
     announcer = Announcer(settings, starting)
     metrics = EngineMetrics(status.registry, starting.model, announcer.writer)
-    watch_certificates(status.registry, certificate_files(settings.redis))
     if settings.vllm_metrics:
         VllmMetrics(status.registry, metrics, settings)
     async with (

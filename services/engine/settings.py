@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import ByteSize, Field, ValidationInfo, field_validator
 
 from kvern.engine.config import EngineConfig
+from kvern.services.runtime.certificates import redis_certificate_files
 from kvern.services.runtime.model_source import DEFAULT_MODEL
 from kvern.services.runtime.settings import RedisUrl, ServiceSettings
 from kvern.services.runtime.validate import MAX_NAME_CHARS
@@ -98,6 +99,10 @@ class EngineSettings(ServiceSettings):
 
     smg_salt: str = Field("", max_length=MAX_NAME_CHARS)
     """Cache salt of the blocks that are told: what the detokenizer gives the requests of its SMG door."""
+
+    @property
+    def certificate_files(self) -> list[str]:
+        return [*super().certificate_files, *redis_certificate_files(self.redis)]
 
     @field_validator("advertise")
     @classmethod

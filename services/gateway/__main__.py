@@ -11,10 +11,11 @@ from kvern.services.gateway.settings import GatewaySettings
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.status import Status
+from kvern.services.runtime.tls import client_tls
 
 
 async def main(settings: GatewaySettings, status: Status) -> None:
-    async with open_channel(settings.router) as channel:
+    async with open_channel(settings.router, tls=client_tls(settings)) as channel:
         gateway = Gateway(channel, GatewayMetrics(status.registry), status.tracer)
 
         def set_ready(is_ready: bool) -> None:

@@ -24,11 +24,11 @@ from kvern.services.router.servicer import (
 from kvern.services.router.settings import RouterSettings
 from kvern.services.router.tokenizer import Tokenizer
 from kvern.services.router.view import ReplicaStates, show_peers, show_streams
-from kvern.services.runtime.certificates import certificate_files, watch_certificates
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.redis_index import open_redis
 from kvern.services.runtime.server import GrpcServer
 from kvern.services.runtime.status import Status
+from kvern.services.runtime.tls import client_tls
 
 
 async def main(settings: RouterSettings, status: Status) -> None:
@@ -40,15 +40,15 @@ async def main(settings: RouterSettings, status: Status) -> None:
         metrics.know([*tokenizer.models, *(replica.model for replica in table if replica.model)])
         server.set_ready(tokenizer.is_serving and table.has_ready)
 
-    tokenizer = Tokenizer(settings.tokenizer, on_change)
-    table = ReplicaTable(fixed_addresses(settings.replicas), on_change, settings.replica_authority)
+    tls = client_tls(settings)
+    tokenizer = Tokenizer(settings.tokenizer, on_change, tls)
+    table = ReplicaTable(fixed_addresses(settings.replicas), on_change, settings.replica_authority, tls)
     discovery = Discovery(settings.replicas, table)
     redis = None if settings.redis is None else open_redis(settings.redis)
     index = None if redis is None else IndexReader(redis, metrics.index)
     show_streams(status.registry, admission)
     show_peers(status.registry, tokenizer, index)
     status.registry.register(ReplicaStates(table, lambda: metrics.models))
-    watch_certificates(status.registry, certificate_files(settings.redis))
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(server)
         policy, budget_s = Policy(settings.routing_policy), settings.index_budget_ms / 1e3

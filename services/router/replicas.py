@@ -21,6 +21,7 @@ from kvern.services.runtime.channel import open_channel, streaming
 from kvern.services.runtime.errors import Unavailable
 from kvern.services.runtime.redis_index import RegistryEntry
 from kvern.services.runtime.stall import STALL_RULE
+from kvern.services.runtime.tls import ClientTls
 from kvern.v1 import replica_pb2, replica_pb2_grpc, router_pb2
 
 POLL_INTERVAL_S = 1.0
@@ -42,8 +43,8 @@ _log = structlog.get_logger("kvern.router")
 class Replica:
     """One replica, as last seen."""
 
-    def __init__(self, address: str, authority: str | None = None) -> None:
-        """authority: what to call it by in place of its address."""
+    def __init__(self, address: str, authority: str | None = None, tls: ClientTls | None = None) -> None:
+        """authority: what to call it by in place of its address. tls: None calls it without."""
         self.address = address
         self.reachable = False
         """Whether the last poll and every call since have reached it."""
@@ -70,7 +71,7 @@ class Replica:
         self._suspected = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._channel = open_channel(address, authority)
+        self._channel = open_channel(address, authority, tls)
         self._stub = replica_pb2_grpc.ReplicaServiceStub(self._channel)
 
     @property
@@ -236,9 +237,16 @@ class Replica:
 class ReplicaTable:
     """All replicas by address. `watch` keeps it true; `on_change` is called after every poll."""
 
-    def __init__(self, addresses: Iterable[str], on_change: Callable[[], None], authority: str | None = None) -> None:
-        """authority: what to call replicas by in place of their addresses."""
+    def __init__(
+        self,
+        addresses: Iterable[str],
+        on_change: Callable[[], None],
+        authority: str | None = None,
+        tls: ClientTls | None = None,
+    ) -> None:
+        """authority: what to call replicas by in place of their addresses. tls: None calls them without."""
         self._authority = authority
+        self._tls = tls
         self._replicas: dict[str, Replica] = {}
         self._tell = on_change
         self._changed = asyncio.Event()
@@ -346,7 +354,7 @@ class ReplicaTable:
 
     def _add(self, address: str) -> None:
         _log.info("replica found", replica=address)
-        replica = self._replicas[address] = Replica(address, self._authority)
+        replica = self._replicas[address] = Replica(address, self._authority, self._tls)
         if self._watchers is not None:
             self._watchers.create_task(self._watch(replica))
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from kvern.services.runtime.certificates import redis_certificate_files
 from kvern.services.runtime.settings import Addresses, RedisUrl, ServiceSettings
 
 
@@ -44,6 +45,10 @@ class RouterSettings(ServiceSettings):
     max_stalled_s: float = Field(120.0, gt=0)
     """Seconds that one message may wait for a client that does not read; then its call ends. Longer than a replica
     allows, whose limit counts from when its request had to stand still."""
+
+    @property
+    def certificate_files(self) -> list[str]:
+        return [*super().certificate_files, *redis_certificate_files(self.redis)]
 
     @field_validator("replicas")
     @classmethod

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvern.services.router.deadline import for_tokenizer
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.errors import Unavailable
+from kvern.services.runtime.tls import ClientTls
 from kvern.services.runtime.tracing import current_span
 from kvern.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -40,12 +41,12 @@ class _Method(Protocol[_Request, _Response]):
 class Tokenizer:
     """Calls to the tokenizer, and whether it serves. `watch` keeps `is_serving` true to fact."""
 
-    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, address: str, on_change: Callable[[], None], tls: ClientTls | None = None) -> None:
         self.is_serving = False
         self.models: list[str] = []
         """Those that it said it has."""
         self._on_change = on_change
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls=tls)
         self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 

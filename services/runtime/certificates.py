@@ -13,26 +13,20 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvern.services.runtime.reloading import FileVersion, version_of
+
 _QUERY_FIELDS = ("ssl_ca_certs", "ssl_certfile")
 
 _log = structlog.get_logger("kvern.certificates")
 
 
-class _Version(NamedTuple):
-    """What changes when a file is written or replaced."""
-
-    modified_ns: int
-    num_bytes: int
-    inode: int
-
-
 class _Read(NamedTuple):
-    version: _Version | None
+    version: FileVersion | None
     """None where there is no such file."""
     expires_at: float | None
 
 
-def certificate_files(redis_url: str | None) -> list[str]:
+def redis_certificate_files(redis_url: str | None) -> list[str]:
     """Return the files with certificates that a Redis URL names. Only rediss:// reads any from its URL."""
     url = urlsplit(redis_url or "")
     query = parse_qs(url.query) if url.scheme == "rediss" else {}
@@ -64,7 +58,7 @@ class CertificateExpiry(Collector):
         yield family
 
     def _expiry_of(self, file: str) -> float | None:
-        version = _version_of(file)
+        version = version_of(file)
         read = self._read[file]
         if version != read.version:
             read = self._read[file] = _Read(version, first_expiry(file))
@@ -79,11 +73,3 @@ def first_expiry(file: str) -> float | None:
         _log.warning("cannot read certificates", file=file, error=str(error))
         return None
     return min(certificate.not_valid_after_utc.timestamp() for certificate in certificates)
-
-
-def _version_of(file: str) -> _Version | None:
-    try:
-        stat = Path(file).stat()
-    except OSError:
-        return None
-    return _Version(stat.st_mtime_ns, stat.st_size, stat.st_ino)

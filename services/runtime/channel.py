@@ -9,6 +9,10 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+from kvern.services.runtime.listen import socket_path
+from kvern.services.runtime.secure_channel import SecureChannel
+from kvern.services.runtime.tls import ClientTls
+
 MAX_RECEIVE_BYTES = 32 * 1024 * 1024
 """Largest message anybody accepts. A longer prompt is refused with RESOURCE_EXHAUSTED by gRPC itself."""
 
@@ -49,13 +53,16 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
 ]
 
 
-def open_channel(address: str, authority: str | None = None) -> grpc.aio.Channel:
+def open_channel(address: str, authority: str | None = None, tls: ClientTls | None = None) -> grpc.aio.Channel:
     """Open a channel to `host:port`, `dns:///name:port` or `unix:/path`. It connects when first used.
 
     authority: the name to call the server by, where its address is not the name that meshes and certificates know.
+    tls: what to call with over TCP; None calls without TLS.
     """
     options = CHANNEL_OPTIONS if authority is None else [*CHANNEL_OPTIONS, ("grpc.default_authority", authority)]
-    return grpc.aio.insecure_channel(address, options=options)
+    if tls is None or socket_path(address) is not None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return SecureChannel(tls.credentials, lambda credentials: grpc.aio.secure_channel(address, credentials, options))
 
 
 class _Cancellable(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 
@@ -25,23 +26,29 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, sockets: Sequence[socket.socket], *, grace_s: float) -> AsyncIterator[None]:
-    """Serve while the block runs. Then requests in flight have `grace_s` seconds to end."""
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_graceful_shutdown=math.ceil(grace_s),
-        )
+async def serving(
+    app: ASGIApp, sockets: Sequence[socket.socket], *, grace_s: float, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[None]:
+    """Serve while the block runs. Then requests in flight have `grace_s` seconds to end.
+
+    tls: None serves plain HTTP.
+    """
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=math.ceil(grace_s),
     )
+    config.load()
+    config.ssl = tls  # uvicorn's own would be made of files once
+    server = _Server(config)
     # Not a task group: it would wrap the errors of the block, which the process tells people by their kind.
     running = asyncio.create_task(server.serve(list(sockets)))
     try:

@@ -24,16 +24,19 @@ def socket_path(address: str) -> Path | None:
     return Path(address.removeprefix(_UNIX)) if address.startswith(_UNIX) else None
 
 
-def bind(server: grpc.aio.Server, address: str) -> IO[bytes] | None:
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> IO[bytes] | None:
     """Bind a server to one address.
 
-    Returns an open lock file for a socket path, to be held while the server lives: a second server on one path would
-    otherwise take it over without a word. Raises ListenError.
+    credentials: of TCP addresses; None serves without TLS. Returns an open lock file for a socket path, to be held
+    while the server lives: a second server on one path would otherwise take it over without a word. Raises ListenError.
     """
     path = socket_path(address)
     lock = _lock(path) if path is not None else None
     try:
-        server.add_insecure_port(address)
+        if path is None and credentials is not None:
+            server.add_secure_port(address, credentials)
+        else:
+            server.add_insecure_port(address)
     except RuntimeError as error:
         raise ListenError(f"listen: cannot bind {address}: it is in use, or not an address of this machine") from error
     return lock

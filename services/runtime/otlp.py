@@ -26,6 +26,7 @@ from opentelemetry.trace import Tracer as SdkTracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvern.services.runtime.interceptors import code_of
+from kvern.services.runtime.tls import ClientTls
 from kvern.services.runtime.tracing import Attributes, Carrier, Kind
 from kvern.version import __version__
 
@@ -60,12 +61,14 @@ class OtlpTracer:
 
     is_on = True
 
-    def __init__(self, service: str, endpoint: str, sample_ratio: float) -> None:
-        """sample_ratio: of the requests that come without a trace. A trace's own word counts before it."""
+    def __init__(self, service: str, endpoint: str, sample_ratio: float, tls: ClientTls | None = None) -> None:
+        """sample_ratio: of the requests that come without a trace. A trace's own word counts before it.
+        tls: whom to trust at an https:// endpoint; None: whom the OTEL_ variables or the system name.
+        """
         # They say each failed try. One line when the collector goes and one when it is back is enough.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._exporter = _Exporter(OTLPSpanExporter(endpoint=endpoint))
+        self._exporter = _Exporter(endpoint, tls)
         self._processor = BatchSpanProcessor(self._exporter, max_export_batch_size=_batch_size())
         provider = TracerProvider(
             sampler=sampling.ParentBasedTraceIdRatio(sample_ratio),
@@ -178,14 +181,21 @@ class OtlpSpan:
 
 
 class _Exporter(SpanExporter):
-    """Says once that the collector is away, and once that it is back."""
+    """Says once that the collector is away, and once that it is back. Connects anew when certificates have changed."""
 
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
+    def __init__(self, endpoint: str, tls: ClientTls | None) -> None:
+        self._endpoint = endpoint
+        self._tls = tls
+        self._credentials = self._latest_credentials()
+        self._exporter = self._connect()
         self._is_away = False
         self._is_closed = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if (credentials := self._latest_credentials()) is not self._credentials and not self._is_closed:
+            self._exporter.shutdown()
+            self._credentials = credentials
+            self._exporter = self._connect()
         result = self._exporter.export(spans)
         is_away = result is not SpanExportResult.SUCCESS
         if is_away and not self._is_away:
@@ -199,6 +209,12 @@ class _Exporter(SpanExporter):
         if not self._is_closed:
             self._is_closed = True
             self._exporter.shutdown()
+
+    def _latest_credentials(self) -> grpc.ChannelCredentials | None:
+        return None if self._tls is None else self._tls.credentials()
+
+    def _connect(self) -> OTLPSpanExporter:
+        return OTLPSpanExporter(endpoint=self._endpoint, credentials=self._credentials)
 
 
 def _batch_size() -> int | None:

@@ -13,12 +13,15 @@ from typing import Any, NoReturn, TypeVar
 
 import structlog
 
+from kvern.services.runtime.certificates import watch_certificates
 from kvern.services.runtime.event_loop import EventLoop
 from kvern.services.runtime.listen import ListenError
 from kvern.services.runtime.logs import configure_logs
 from kvern.services.runtime.model_source import ModelNotFound
+from kvern.services.runtime.reloading import UnusableFile
 from kvern.services.runtime.settings import ServiceSettings, SettingsError
 from kvern.services.runtime.status import Status
+from kvern.services.runtime.tls import server_tls
 from kvern.services.runtime.tracing import tracing
 
 EXIT_USAGE = 2
@@ -41,7 +44,7 @@ def run_service(
     """Parse settings, run `main` while its status is served, exit.
 
     An error a person can act on is one line on stderr and a status, without a traceback: a wrong setting, a taken
-    address, a missing model, and what the service names in `expected_errors`.
+    address, a missing model, an unusable file, and what the service names in `expected_errors`.
     """
     try:
         settings = settings_class.load(sys.argv[1:], prog=f"python -m kvern.services.{name}")
@@ -51,7 +54,7 @@ def run_service(
     if settings.supervisor_pid is not None:
         exit_with_parent(settings.supervisor_pid)
     configure_logs(name, settings.log_level, settings.log_format)
-    expected: tuple[type[Exception], ...] = (ListenError, ModelNotFound, *expected_errors)
+    expected: tuple[type[Exception], ...] = (ListenError, ModelNotFound, UnusableFile, *expected_errors)
     try:
         with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(_run(name, main, settings))
@@ -67,7 +70,8 @@ async def _run(name: str, main: Callable[[_Settings, Status], Coroutine[Any, Any
     gc.collect()
     gc.freeze()
     # Served to the very end: a drain is when people look.
-    async with status.serving(settings.status_listen), tracing(name, settings) as status.tracer:
+    watch_certificates(status.registry, settings.certificate_files)
+    async with status.serving(settings.status_listen, server_tls(settings)), tracing(name, settings) as status.tracer:
         await main(settings, status)
 
 

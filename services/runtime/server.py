@@ -22,6 +22,7 @@ from kvern.services.runtime.listen import bind, share_with_group
 from kvern.services.runtime.rpc_metrics import MetricsInterceptor
 from kvern.services.runtime.settings import ServiceSettings
 from kvern.services.runtime.status import Status
+from kvern.services.runtime.tls import server_tls
 
 _log = structlog.get_logger("kvern.server")
 
@@ -70,9 +71,11 @@ class GrpcServer:
         return self
 
     async def start(self) -> None:
-        """Listen. Raises ListenError where an address cannot be had."""
+        """Listen. Raises ListenError where an address cannot be had, UnusableFile for certificates."""
+        tls = server_tls(self._settings)
+        credentials = None if tls is None else tls.grpc_credentials()
         for address in self._settings.listen:
-            lock = bind(self.grpc, address)
+            lock = bind(self.grpc, address, credentials)
             if lock is not None:
                 self._locks.enter_context(lock)
         await self.grpc.start()

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pydantic_settings
 import yaml
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvern.services.runtime.logs import LogFormat, LogLevel
@@ -87,7 +87,22 @@ class ServiceSettings(BaseSettings):
     """Addresses to serve gRPC on: host:port or unix:/path; repeat, or join with commas."""
 
     status_listen: Annotated[str, AfterValidator(check_tcp_address)] | None = None
-    """host:port to serve /metrics, /healthz and /readyz on, in plain HTTP. Default: nowhere."""
+    """host:port to serve /metrics, /healthz and /readyz on, over HTTP. Default: nowhere."""
+
+    tls_cert: Path | None = None
+    """PEM file of this process's certificate, followed by those that lead to its authority. With it all TCP listeners
+    speak TLS; calls to others show it. It and the next three are read again when they change."""
+
+    tls_key: Path | None = Field(default=None, validate_default=True)
+    """PEM file of the key of tls-cert, without a password."""
+
+    tls_client_ca: Path | None = None
+    """PEM file of the authorities of callers: on TCP only who shows a certificate of theirs is served. The status port
+    asks nobody. Default: callers need no certificate."""
+
+    tls_ca: Path | None = None
+    """PEM file of the authorities of those that this process calls over TCP: other services, then never without TLS,
+    and the collector at an https:// address. Default: no TLS to other services."""
 
     otlp_endpoint: Annotated[str, AfterValidator(_otlp)] | None = None
     """http://host:port or https://host:port of a collector that takes traces by OTLP over gRPC. Default: no traces."""
@@ -109,6 +124,25 @@ class ServiceSettings(BaseSettings):
 
     supervisor_pid: int | None = None
     """Process whose end ends this one at once. Set by `kvern up`."""
+
+    @field_validator("tls_key")
+    @classmethod
+    def _key_and_certificate_together(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        if (key is None) != (info.data.get("tls_cert") is None):
+            raise ValueError("tls_cert and tls_key must be given together")
+        return key
+
+    @field_validator("tls_client_ca")
+    @classmethod
+    def _callers_are_asked_in_tls(cls, client_ca: Path | None, info: ValidationInfo) -> Path | None:
+        if client_ca is not None and info.data.get("tls_cert") is None:
+            raise ValueError("needs tls_cert and tls_key: callers show certificates in TLS only")
+        return client_ca
+
+    @property
+    def certificate_files(self) -> list[str]:
+        """Files with certificates that the process uses."""
+        return [str(file) for file in (self.tls_cert, self.tls_client_ca, self.tls_ca) if file is not None]
 
     @classmethod
     def settings_customise_sources(

@@ -1,6 +1,6 @@
-"""What a process tells over plain HTTP of how it is: /metrics, /healthz and /readyz.
+"""What a process tells over HTTP of how it is: /metrics, /healthz and /readyz.
 
-Kubelet probes these rather than gRPC's health service: it can dial neither a Unix socket nor a TLS port.
+Kubelet probes these rather than gRPC's health service: it can dial neither a Unix socket nor gRPC in TLS.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from starlette.routing import Route
 from kvern.services.runtime.http_server import bind, serving
 from kvern.services.runtime.loop_lag import LoopLag
 from kvern.services.runtime.metrics import CONTENT_TYPE, new_registry, render
+from kvern.services.runtime.tls import ServerTls
 from kvern.services.runtime.tracing import NO_TRACER, Tracer
 
 _GRACE_S = 1.0
@@ -40,14 +41,18 @@ class Status:
         """Returns what only a restart can mend, or nothing. A process that still loads has no such trouble."""
 
     @asynccontextmanager
-    async def serving(self, address: str | None) -> AsyncIterator[None]:
-        """Serve on `host:port` while the block runs; None serves nowhere. Raises ListenError."""
+    async def serving(self, address: str | None, tls: ServerTls | None = None) -> AsyncIterator[None]:
+        """Serve on `host:port` while the block runs; None serves nowhere. Raises ListenError.
+
+        tls: None serves plain HTTP. Callers are asked for no certificate: kubelet has none to show.
+        """
         if address is None:
             yield
             return
         lag = asyncio.create_task(self._lag.watch())
         try:
-            async with serving(self._app(), [bind(address)], grace_s=_GRACE_S):
+            context = None if tls is None else tls.ssl_context(asks_callers=False)
+            async with serving(self._app(), [bind(address)], grace_s=_GRACE_S, tls=context):
                 yield
         finally:
             lag.cancel()

@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from kvern.services.runtime.settings import ServiceSettings
+from kvern.services.runtime.tls import client_tls
 
 Attributes = Mapping[str, str | bool | int | float | Sequence[str]]
 """Of a span. Named as OpenTelemetry does, where it has a name; never a prompt or its tokens."""
@@ -173,7 +174,7 @@ async def tracing(service: str, settings: ServiceSettings) -> AsyncIterator[Trac
         return
     from kvern.services.runtime.otlp import OtlpTracer
 
-    tracer = OtlpTracer(service, settings.otlp_endpoint, settings.trace_sample_ratio)
+    tracer = OtlpTracer(service, settings.otlp_endpoint, settings.trace_sample_ratio, client_tls(settings))
     try:
         yield tracer
     finally:

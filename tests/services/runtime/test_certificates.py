@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from prometheus_client import CollectorRegistry
 
-from kvern.services.runtime.certificates import certificate_files, watch_certificates
+from kvern.services.runtime.certificates import redis_certificate_files, watch_certificates
 
 NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "redis")])
 KEY = ec.generate_private_key(ec.SECP256R1())
@@ -82,4 +82,4 @@ def test_without_certificates_nothing_is_told() -> None:
     ],
 )
 def test_certificate_files_are_those_that_a_rediss_url_names(url: str | None, files: list[str]) -> None:
-    assert certificate_files(url) == files
+    assert redis_certificate_files(url) == files
