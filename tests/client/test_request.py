@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from kvern.client import ChatOptions, Client, GenerateOptions, KvernError
+from kvern.client.options import CallOptions
 from kvern.client.request import MAX_REQUEST_BYTES, chat_request, generate_request
 from kvern.services.runtime.channel import MAX_RECEIVE_BYTES
 from kvern.v1 import inference_pb2 as pb
@@ -60,9 +61,7 @@ OPTIONS: dict[str, tuple[Any, pb.GenerateRequest]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", sorted(GenerateOptions.__annotations__.keys() - {"timeout_s", "first_token_timeout_s"})
-)
+@pytest.mark.parametrize("name", sorted(GenerateOptions.__annotations__.keys() - CallOptions.__annotations__.keys()))
 def test_option_reaches_the_field_of_its_name(name: str) -> None:
     value, expected = OPTIONS[name]
     expected.text = "Hi"

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvern.cli.answer import GenerationFailed, print_answer, print_text
-from kvern.cli.options import generation_options, given, json_option, server_option
+from kvern.cli.options import Server, connection_options, generation_options, given, json_option
 from kvern.cli.output import stderr_console
 from kvern.client import Client, Delta, Event, GenerateOptions, KvernError
 
@@ -18,13 +18,13 @@ _PROMPT = "> "
 
 @click.command()
 @click.argument("prompt", required=False)
-@server_option
+@connection_options
 @click.option("--system", metavar="TEXT", help="System message: how the model should behave.")
 @generation_options
 @json_option
-def chat(prompt: str | None, server: str, system: str | None, as_json: bool, stats: bool, **options: Any) -> None:
+def chat(prompt: str | None, server: Server, system: str | None, as_json: bool, stats: bool, **options: Any) -> None:
     """Answer PROMPT, or hold a conversation: without PROMPT each line of input is a message."""
-    with Client(server) as client:
+    with server.connect() as client:
         conversation = Conversation(client, given(options), system=system, as_json=as_json, stats=stats)
         if prompt is not None:
             conversation.say(prompt)

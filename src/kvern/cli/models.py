@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import click
 
-from kvern.cli.options import json_option, server_option
+from kvern.cli.options import Server, connection_options, json_option
 from kvern.cli.output import print_json, stdout_console, table
-from kvern.client import Client
 
 
 @click.command()
-@server_option
+@connection_options
 @json_option
-def models(server: str, as_json: bool) -> None:
+def models(server: Server, as_json: bool) -> None:
     """List the models that are served."""
-    with Client(server) as client:
+    with server.connect() as client:
         response = client.list_models()
     if as_json:
         print_json(response)

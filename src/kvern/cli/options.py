@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
+import grpc
 
-from kvern.client import DEFAULT_ADDRESS, GenerateOptions
+from kvern.client import DEFAULT_ADDRESS, Client, GenerateOptions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -20,6 +24,59 @@ server_option = click.option(
     show_envvar=True,
     help="The Kvern to talk to.",
 )
+
+_PEM = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def _tls_option(flag: str, meaning: str) -> Callable[[_Function], _Function]:
+    envvar = f"KVERN_{flag.removeprefix('--').replace('-', '_').upper()}"
+    return click.option(flag, type=_PEM, metavar="FILE", envvar=envvar, show_envvar=True, help=meaning)
+
+
+_CONNECTION_OPTIONS = (
+    server_option,
+    _tls_option("--tls-ca", "Call it in TLS, and trust the authorities in this PEM file."),
+    _tls_option("--tls-cert", "Certificate to show it, where it asks for one."),
+    _tls_option("--tls-key", "The certificate's key."),
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """The Kvern that a command talks to."""
+
+    address: str
+    credentials: grpc.ChannelCredentials | None
+
+    def connect(self) -> Client:
+        return Client(self.address, credentials=self.credentials)
+
+
+def connection_options(function: _Function) -> _Function:
+    """Add the options that say which Kvern to talk to, and how. The command gets them as `server`, a Server."""
+
+    @functools.wraps(function)
+    def command(
+        *arguments: Any, server: str, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, **options: Any
+    ) -> Any:
+        return function(*arguments, server=Server(server, _credentials(tls_ca, tls_cert, tls_key)), **options)
+
+    for option in reversed(_CONNECTION_OPTIONS):
+        command = option(command)
+    return cast(_Function, command)
+
+
+def _credentials(ca: Path | None, certificate: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+    if (certificate is None) != (key is None):
+        raise click.UsageError("--tls-cert and --tls-key must be given together")
+    if ca is None and certificate is not None:
+        raise click.UsageError("--tls-cert needs --tls-ca")
+    return None if ca is None else grpc.ssl_channel_credentials(*map(_read, (ca, key, certificate)))
+
+
+def _read(file: Path | None) -> bytes | None:
+    return None if file is None else file.read_bytes()
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print each response message as one JSON line.")
 

@@ -21,18 +21,18 @@ _QUESTION = "What is a quern?"
 
 def print_ready(running: LocalSet, console: Console) -> None:
     """Print addresses, model, capacity, log folder, and commands to paste."""
-    server = str(running.listen.reachable)
-    with Client(server) as client:
+    scheme = "https" if running.has_tls else "http"
+    with Client(running.router) as client:
         engine = client.list_replicas().replicas[0].engine
     console.print(f"Kvern is ready: {engine.model} ({engine.dtype}, {engine.device}), replicas: {running.replicas}")
     for label, text in (
         ("gRPC", str(running.listen)),
-        ("HTTP", f"http://{running.http}/v1"),
+        ("HTTP", f"{scheme}://{running.http}/v1"),
         ("capacity", _capacity(engine)),
         ("logs", str(running.logs)),
-        *(("metrics", f"http://{address}/metrics ({name})") for name, address in running.status.items()),
-        ("try", _chat_command(server)),
-        ("or", _curl_command(str(running.http.reachable), engine.model)),
+        *(("metrics", f"{scheme}://{address}/metrics ({name})") for name, address in running.status.items()),
+        ("try", _chat_command(str(running.listen.reachable), has_tls=running.has_tls)),
+        ("or", _curl_command(f"{scheme}://{running.http.reachable}", engine.model)),
     ):
         console.print(f"  {label:<9} {text}", soft_wrap=True)
 
@@ -45,9 +45,10 @@ def _capacity(engine: EngineInfo) -> str:
     )
 
 
-def _chat_command(server: str) -> str:
+def _chat_command(server: str, *, has_tls: bool) -> str:
     option = "" if server == DEFAULT_ADDRESS else f" --server {server}"
-    return f'{_command()} chat{option} "{_QUESTION}"'
+    tls = " --tls-ca FILE" if has_tls else ""
+    return f'{_command()} chat{option}{tls} "{_QUESTION}"'
 
 
 def _command() -> str:
@@ -55,6 +56,6 @@ def _command() -> str:
     return "kvern" if shutil.which("kvern") else os.path.relpath(sys.argv[0])
 
 
-def _curl_command(http: str, model: str) -> str:
+def _curl_command(url: str, model: str) -> str:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": _QUESTION}]})
-    return f"curl http://{http}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"

@@ -60,7 +60,7 @@ def run(
     listen = listen or (_SERVE_LISTEN if serve else _FREE_PORT)
     http = http or (_SERVE_HTTP if serve else _FREE_PORT)
     with local_set(model, listen, http, replicas, settings) as running, _in_background(running) as served:
-        with Client(str(running.listen.reachable)) as client:
+        with Client(running.router) as client:
             options: GenerateOptions = {"max_tokens": max_tokens or _room(client), "temperature": temperature}
             _answer(client, running, prompt, options)
         if serve:

@@ -8,7 +8,7 @@ import click
 from rich.live import Live
 from rich.table import Table
 
-from kvern.cli.options import json_option, server_option
+from kvern.cli.options import Server, connection_options, json_option
 from kvern.cli.output import print_json, stdout_console, table
 from kvern.client import Client
 from kvern.v1.replica_pb2 import ReplicaState
@@ -18,12 +18,12 @@ _PERIOD_S = 1.0
 
 
 @click.command()
-@server_option
+@connection_options
 @click.option("--watch", is_flag=True, help="Keep showing it, once a second.")
 @json_option
-def status(server: str, watch: bool, as_json: bool) -> None:
+def status(server: Server, watch: bool, as_json: bool) -> None:
     """Show the replicas: state, KV memory in use, requests running and waiting, open streams."""
-    with Client(server) as client:
+    with server.connect() as client:
         if as_json:
             _print_json(client, watch=watch)
         elif watch:

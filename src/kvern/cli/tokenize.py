@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import click
 
-from kvern.cli.options import json_option, model_option, server_option
+from kvern.cli.options import Server, connection_options, json_option, model_option
 from kvern.cli.output import print_json
-from kvern.client import Client
 
 
 @click.command()
 @click.argument("text")
-@server_option
+@connection_options
 @model_option
 @json_option
-def tokenize(text: str, server: str, model: str | None, as_json: bool) -> None:
+def tokenize(text: str, server: Server, model: str | None, as_json: bool) -> None:
     """Print the token ids of TEXT."""
-    with Client(server) as client:
+    with server.connect() as client:
         response = client.tokenize(text, model=model or "")
     if as_json:
         print_json(response)

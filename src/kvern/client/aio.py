@@ -11,12 +11,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvern.client.channel import DEFAULT_ADDRESS, open_aio_channel
+from kvern.client.channel import DEFAULT_ADDRESS, open_aio_channel, ticket_metadata
 from kvern.client.errors import KvernError, from_rpc
 from kvern.client.generation import Generation
-from kvern.client.options import ChatOptions, GenerateOptions, Timeouts
+from kvern.client.options import CallOptions, ChatOptions, GenerateOptions, Timeouts
 from kvern.client.progress import Event
-from kvern.client.request import chat_request, check_size, generate_request, timeouts_of, tokenize_request
+from kvern.client.request import call_options_of, chat_request, check_size, generate_request, tokenize_request
 from kvern.client.retry import DEFAULT_RETRY_POLICY, Retries, RetryPolicy, TimeLimit, may_pass
 from kvern.v1 import inference_pb2 as pb
 from kvern.v1 import router_pb2
@@ -91,16 +91,16 @@ class AsyncClient:
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncEvents:
         """Continue a text, or token ids."""
-        return self.stream(generate_request(prompt, options), **timeouts_of(options))
+        return self.stream(generate_request(prompt, options), **call_options_of(options))
 
     def chat(self, messages: Iterable[Mapping[str, object]], **options: Unpack[ChatOptions]) -> AsyncEvents:
         """Answer a conversation: mappings of the fields of ChatMessage, as for Client."""
-        return self.stream(chat_request(messages, options), **timeouts_of(options))
+        return self.stream(chat_request(messages, options), **call_options_of(options))
 
-    def stream(self, request: pb.GenerateRequest, **timeouts: Unpack[Timeouts]) -> AsyncEvents:
+    def stream(self, request: pb.GenerateRequest, **options: Unpack[CallOptions]) -> AsyncEvents:
         """Run a request as it is."""
         check_size(request)
-        return AsyncEvents(self._run(request, timeouts))
+        return AsyncEvents(self._run(request, **options))
 
     async def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = None) -> pb.TokenizeResponse:
         """Return the token ids that a text prompt stands for."""
@@ -121,10 +121,13 @@ class AsyncClient:
         """Return what the router knows of its replicas: state, limits, load."""
         return await self._unary(self._router.ListReplicas, router_pb2.ListReplicasRequest(), timeout_s)
 
-    async def _run(self, request: pb.GenerateRequest, timeouts: Timeouts) -> AsyncGenerator[Event, None]:
+    async def _run(
+        self, request: pb.GenerateRequest, ticket: bytes = b"", **timeouts: Unpack[Timeouts]
+    ) -> AsyncGenerator[Event, None]:
         generation = Generation(request, self._policy, **timeouts)
+        metadata = (*self._metadata, *ticket_metadata(ticket))
         while not generation.is_finished:
-            call = self._inference.Generate(generation.begin_call(), timeout=generation.left_s, metadata=self._metadata)
+            call = self._inference.Generate(generation.begin_call(), timeout=generation.left_s, metadata=metadata)
             try:
                 while (response := await self._read(call, generation)) is not None:
                     event = generation.take(response)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import grpc
@@ -15,6 +16,14 @@ KEEPALIVE_S = 30
 MAX_RECEIVE_BYTES = 32 * 1024 * 1024
 
 _ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
+
+
+_TICKET_KEY = "kvern-ticket"
+
+
+def ticket_metadata(ticket: bytes) -> tuple[tuple[str, str], ...]:
+    """Return a ticket as metadata of a call, nothing where there is none."""
+    return ((_TICKET_KEY, base64.b64encode(ticket).decode()),) if ticket else ()
 
 
 def channel_options() -> list[tuple[str, int | str]]:

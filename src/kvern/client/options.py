@@ -15,7 +15,14 @@ class Timeouts(TypedDict, total=False):
     """Until its first token, in seconds."""
 
 
-class GenerateOptions(Timeouts, total=False):
+class CallOptions(Timeouts, total=False):
+    """What of a generation is of its calls, not of the request."""
+
+    ticket: bytes
+    """RouteResponse.ticket, for a replica that is called in place of the router."""
+
+
+class GenerateOptions(CallOptions, total=False):
     """What is absent is the server's to choose.
 
     An option is named as its field in GenerateRequest or in one of its parts, and means what is written there. Where a

@@ -9,7 +9,7 @@ from typing import Any, cast
 from google.protobuf.message import Message
 
 from kvern.client.errors import invalid_argument
-from kvern.client.options import ChatOptions, GenerateOptions, Timeouts
+from kvern.client.options import CallOptions, ChatOptions, GenerateOptions
 from kvern.v1 import inference_pb2 as pb
 
 MAX_REQUEST_BYTES = 32 * 1024 * 1024
@@ -67,9 +67,9 @@ def tokenize_request(text: str, model: str) -> pb.TokenizeRequest:
     return request
 
 
-def timeouts_of(options: GenerateOptions) -> Timeouts:
-    limits = {name: value for name, value in options.items() if name in Timeouts.__annotations__}
-    return cast(Timeouts, limits)
+def call_options_of(options: GenerateOptions) -> CallOptions:
+    of_calls = {name: value for name, value in options.items() if name in CallOptions.__annotations__}
+    return cast(CallOptions, of_calls)
 
 
 def check_size(request: pb.GenerateRequest) -> None:
@@ -98,7 +98,7 @@ def _set_options(request: pb.GenerateRequest, options: Mapping[str, Any]) -> Non
             _set_field(getattr(request, part), f"{part}.{name}", name, value)
         elif name in _OWN:
             _set_field(request, name, name, value)
-        elif name not in Timeouts.__annotations__:
+        elif name not in CallOptions.__annotations__:
             raise TypeError(f"no such option: {name!r}")
 
 

@@ -11,12 +11,12 @@ from typing import Self, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
-from kvern.client.channel import DEFAULT_ADDRESS, open_channel
+from kvern.client.channel import DEFAULT_ADDRESS, open_channel, ticket_metadata
 from kvern.client.errors import KvernError, from_rpc
 from kvern.client.generation import Generation
-from kvern.client.options import ChatOptions, GenerateOptions, Timeouts
+from kvern.client.options import CallOptions, ChatOptions, GenerateOptions, Timeouts
 from kvern.client.progress import Event
-from kvern.client.request import chat_request, check_size, generate_request, timeouts_of, tokenize_request
+from kvern.client.request import call_options_of, chat_request, check_size, generate_request, tokenize_request
 from kvern.client.retry import DEFAULT_RETRY_POLICY, Retries, RetryPolicy, TimeLimit, may_pass
 from kvern.v1 import inference_pb2 as pb
 from kvern.v1 import router_pb2
@@ -58,8 +58,8 @@ class Client:
 
     `address` is what gRPC takes: "host:port", "dns:///name:port", "ipv4:10.0.0.1:50051,10.0.0.2:50051", "unix:/path".
     Calls go in turn to all addresses that a name has. `credentials` switch TLS on:
-    `grpc.ssl_channel_credentials(root_certificates)`. `metadata` goes with every call, such as
-    ("authorization", "Bearer ...").
+    `grpc.ssl_channel_credentials(root_certificates)`, and a key and certificate as well where the server asks for them.
+    `metadata` goes with every call, such as ("authorization", "Bearer ...").
 
     Every method raises KvernError.
     """
@@ -93,19 +93,19 @@ class Client:
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Events:
         """Continue a text, or token ids."""
-        return self.stream(generate_request(prompt, options), **timeouts_of(options))
+        return self.stream(generate_request(prompt, options), **call_options_of(options))
 
     def chat(self, messages: Iterable[Mapping[str, object]], **options: Unpack[ChatOptions]) -> Events:
         """Answer a conversation: mappings of the fields of ChatMessage, `role` and `content` above all.
 
         `content` may be a list of typed parts; `tool_calls` is a list.
         """
-        return self.stream(chat_request(messages, options), **timeouts_of(options))
+        return self.stream(chat_request(messages, options), **call_options_of(options))
 
-    def stream(self, request: pb.GenerateRequest, **timeouts: Unpack[Timeouts]) -> Events:
+    def stream(self, request: pb.GenerateRequest, **options: Unpack[CallOptions]) -> Events:
         """Run a request as it is."""
         check_size(request)
-        return Events(self._run(request, timeouts))
+        return Events(self._run(request, **options))
 
     def tokenize(self, text: str, *, model: str = "", timeout_s: float | None = None) -> pb.TokenizeResponse:
         """Return the token ids that a text prompt stands for."""
@@ -126,10 +126,11 @@ class Client:
         """Return what the router knows of its replicas: state, limits, load."""
         return self._unary(self._router.ListReplicas, router_pb2.ListReplicasRequest(), timeout_s)
 
-    def _run(self, request: pb.GenerateRequest, timeouts: Timeouts) -> Generator[Event]:
+    def _run(self, request: pb.GenerateRequest, ticket: bytes = b"", **timeouts: Unpack[Timeouts]) -> Generator[Event]:
         generation = Generation(request, self._policy, **timeouts)
+        metadata = (*self._metadata, *ticket_metadata(ticket))
         while not generation.is_finished:
-            call = self._inference.Generate(generation.begin_call(), timeout=generation.left_s, metadata=self._metadata)
+            call = self._inference.Generate(generation.begin_call(), timeout=generation.left_s, metadata=metadata)
             alarm = _Alarm(call.cancel, generation.first_token_left_s)
             try:
                 for response in call:

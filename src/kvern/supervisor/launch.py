@@ -59,6 +59,8 @@ class Launch:
     specs: list[ProcessSpec]
     status: Mapping[str, str]
     """Where each service tells of its health and metrics, by process name. Empty unless it was asked for."""
+    has_tls: bool
+    """Whether its TCP ports speak TLS."""
     drain_timeout_s: float
 
 
@@ -85,7 +87,7 @@ def prepare(options: SetOptions, folder: Path, environ: Mapping[str, str] = os.e
             settings = settings_class.load(spec.flags, prog="kvern up", environ=spec.environ)
             if settings.status_listen is not None:
                 status[spec.name] = settings.status_listen
-    return Launch(model, specs, status, engine.drain_timeout_s)
+    return Launch(model, specs, status, engine.tls_cert is not None, engine.drain_timeout_s)
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:

@@ -29,8 +29,15 @@ class LocalSet:
     logs: Path
     status: Mapping[str, str]
     """Where each service tells of its health and metrics, by process name. Empty unless it was asked for."""
+    has_tls: bool
+    """Whether its TCP ports speak TLS."""
     processes: list[ChildProcess]
     drain_timeout_s: float
+
+    @property
+    def router(self) -> str:
+        """Where its own machine's user calls the router: over its socket, with nothing to prove."""
+        return f"unix:{self.sockets / 'router.sock'}"
 
     def run(self, stop: StopRequest, observer: Observer) -> None:
         """Start, serve until `stop`, drain, in this thread. Raises StartFailed."""
@@ -62,6 +69,7 @@ def open_set(options: SetOptions) -> Iterator[LocalSet]:
             sockets,
             logs,
             launch.status,
+            launch.has_tls,
             processes,
             launch.drain_timeout_s,
         )
