@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
+from kvern.services.detokenizer.callers import INFERENCE_SERVICE, Callers
 from kvern.services.detokenizer.engine_client import EngineClient
 from kvern.services.detokenizer.front_door import FrontDoor
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
+from kvern.services.detokenizer.inference import InferenceServicer, add_to_server
 from kvern.services.detokenizer.metrics import DetokenizerMetrics, show_state
 from kvern.services.detokenizer.servicer import ReplicaServicer
 from kvern.services.detokenizer.settings import DetokenizerSettings
@@ -16,6 +18,7 @@ from kvern.services.runtime.process import run_service
 from kvern.services.runtime.server import GrpcServer
 from kvern.services.runtime.status import Status
 from kvern.services.runtime.text import TokenizerError, load_tokenizer
+from kvern.services.runtime.ticket import TicketKeys
 from kvern.services.runtime.tls import client_tls
 from kvern.v1 import replica_pb2_grpc
 
@@ -25,7 +28,9 @@ SERVICE = "kvern.v1.ReplicaService"
 async def main(settings: DetokenizerSettings, status: Status) -> None:
     source = find_model(settings.model, weights=False)
     tokenizer = load_tokenizer(source)
-    server = GrpcServer(settings, [SERVICE], status)
+    tickets = None if settings.ticket_key_file is None else TicketKeys(settings.ticket_key_file)
+    callers = Callers(settings.router_identities, tickets)
+    server = GrpcServer(settings, [SERVICE, INFERENCE_SERVICE], status, callers.admit)
     metrics = DetokenizerMetrics(status.registry)
 
     def on_change(is_running: bool) -> None:
@@ -47,6 +52,7 @@ async def main(settings: DetokenizerSettings, status: Status) -> None:
             await stack.enter_async_context(serving_smg(smg, settings.smg_listen, server.observers))
         await stack.enter_async_context(server)
         replica_pb2_grpc.add_ReplicaServiceServicer_to_server(ReplicaServicer(door), server.grpc)
+        add_to_server(InferenceServicer(door, callers), server.grpc)
         await server.start()
         async with asyncio.TaskGroup() as tasks:
             connection = tasks.create_task(engine.run())

@@ -28,6 +28,7 @@ from kvern.services.runtime.process import run_service
 from kvern.services.runtime.redis_index import open_redis
 from kvern.services.runtime.server import GrpcServer
 from kvern.services.runtime.status import Status
+from kvern.services.runtime.ticket import TicketKeys
 from kvern.services.runtime.tls import client_tls
 
 
@@ -41,6 +42,7 @@ async def main(settings: RouterSettings, status: Status) -> None:
         server.set_ready(tokenizer.is_serving and table.has_ready)
 
     tls = client_tls(settings)
+    tickets = None if settings.ticket_key_file is None else TicketKeys(settings.ticket_key_file)
     tokenizer = Tokenizer(settings.tokenizer, on_change, tls)
     table = ReplicaTable(fixed_addresses(settings.replicas), on_change, settings.replica_authority, tls)
     discovery = Discovery(settings.replicas, table)
@@ -54,7 +56,14 @@ async def main(settings: RouterSettings, status: Status) -> None:
         policy, budget_s = Policy(settings.routing_policy), settings.index_budget_ms / 1e3
         placer = Placer(table, index, policy, budget_s, random.Random())
         inference = InferenceServicer(
-            tokenizer, table, placer, Repeats(settings.hedge_after_s), admission, settings.max_stalled_s, metrics
+            tokenizer,
+            table,
+            placer,
+            Repeats(settings.hedge_after_s),
+            admission,
+            settings.max_stalled_s,
+            metrics,
+            tickets,
         )
         add_to_server(inference, RouterServicer(table), server.grpc)
         await server.start()

@@ -22,6 +22,7 @@ from kvern.services.router.request_log import RequestRecord, log_request
 from kvern.services.router.tokenizer import TimeRemaining, Tokenizer
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.slow_reader import ReaderWatch
+from kvern.services.runtime.ticket import LIFE_S, Ticket, TicketKeys
 from kvern.services.runtime.validate import check_chat, check_generate, check_name
 from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, tokenizer_pb2
 
@@ -46,7 +47,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         admission: Admission,
         max_stalled_s: float,
         metrics: RouterMetrics,
+        tickets: TicketKeys | None = None,
     ) -> None:
+        """tickets: what Route signs them with; None: it gives none."""
         self._tokenizer = tokenizer
         self._table = table
         self._placer = placer
@@ -54,6 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._max_stalled_s = max_stalled_s
         self._admission = admission
         self._metrics = metrics
+        self._tickets = tickets
         self._rng = random.Random()
 
     async def Generate(  # type: ignore[override]  # yields what replicas serialized
@@ -100,6 +104,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for each in candidates
             ],
             prompt_token_ids=encoded.token_ids,
+            ticket=self._ticket(request.request, placement.model),
         )
 
     async def Tokenize(
@@ -126,6 +131,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: _Context
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=list_models(self._table))
+
+    def _ticket(self, request: inference_pb2.GenerateRequest, model: str) -> bytes:
+        """Return what lets a client run a request at a replica itself, nothing where no tickets are given."""
+        if self._tickets is None:
+            return b""
+        # The tenant and its cap come from who the caller is, once that is known here.
+        ticket = Ticket(
+            tenant="", salt=request.cache.salt, model=model, priority_cap=None, expires_at=time.time() + LIFE_S
+        )
+        return self._tickets.sign(ticket)
 
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, time_remaining: TimeRemaining

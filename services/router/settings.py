@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -45,6 +46,10 @@ class RouterSettings(ServiceSettings):
     max_stalled_s: float = Field(120.0, gt=0)
     """Seconds that one message may wait for a client that does not read; then its call ends. Longer than a replica
     allows, whose limit counts from when its request had to stand still."""
+
+    ticket_key_file: Path | None = None
+    """File of keys of at least 32 bytes, one a line, the same for routers and replicas. Route signs tickets with the
+    first one, by which replicas serve clients that call them; it is read again when it changes. Default: no tickets."""
 
     @property
     def certificate_files(self) -> list[str]:

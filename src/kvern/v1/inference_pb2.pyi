@@ -1121,7 +1121,9 @@ class RouteResponse(_message.Message):
     prompt_tokens: _builtins.int
     matched_tokens: _builtins.int
     ticket: _builtins.bytes
-    """Opaque, short-lived; a replica that asks for identity takes it as metadata `kvern-ticket`."""
+    """Opaque, for this model and this prompt's salt, good for a minute. A replica that asks for identity takes it as
+    metadata `kvern-ticket`, in base64 (RFC 4648, with padding). Empty where routers give none.
+    """
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """Every live replica's cost, best first."""
