@@ -56,8 +56,10 @@ def reference_tokens() -> dict[tuple[int, ...], list[int]]:
 @pytest.fixture(scope="session")
 def running_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     """One set with the small model, for all tests that leave it running."""
+    folder = tmp_path_factory.mktemp("set")
+    (folder / "ticket-keys").write_text("of a set that only tests can reach")
     flags = (f"--max-model-len={MAX_MODEL_LEN}", f"--num-blocks={NUM_BLOCKS}", "--num-threads=1")
-    with UpProcess(tmp_path_factory.mktemp("set"), *flags) as up:
+    with UpProcess(folder, *flags, f"--ticket-key-file={folder}/ticket-keys") as up:
         up.wait_ready()
         yield up
 
