@@ -29,7 +29,7 @@ class Announcer:
         self._state: ReplicaState = "starting"
         self._load = Load()
         self._thread: EngineThread | None = None
-        self._redis = None if settings.redis is None else open_redis(settings.redis)
+        self._redis = None if settings.redis is None else open_redis(settings.redis, settings.redis_password_file)
         self._writer = None if self._redis is None else IndexWriter(self._redis, self.entry, self._take_snapshot)
 
     @property

@@ -10,7 +10,7 @@ from pydantic import ByteSize, Field, ValidationInfo, field_validator
 from kvern.engine.config import EngineConfig
 from kvern.services.runtime.certificates import redis_certificate_files
 from kvern.services.runtime.model_source import DEFAULT_MODEL
-from kvern.services.runtime.settings import RedisUrl, ServiceSettings
+from kvern.services.runtime.settings import RedisPasswordFile, RedisUrl, ServiceSettings
 from kvern.services.runtime.validate import MAX_NAME_CHARS
 
 
@@ -84,6 +84,10 @@ class EngineSettings(ServiceSettings):
     redis: RedisUrl | None = None
     """URL of the Redis with the prefix index and the registry of replicas: redis://, rediss://, unix://,
     redis+sentinel:// or redis+cluster://. Default: none, and routers must be told of this replica."""
+
+    redis_password_file: RedisPasswordFile = None
+    """File with the password for redis, of the user that the URL names. It is read again when it changes. Default: the
+    URL has it, or there is none."""
 
     advertise: str | None = Field(None, min_length=1, validate_default=True)
     """Address of this replica's front door (its detokenizer) as routers reach it. Needed with redis."""

@@ -46,7 +46,7 @@ async def main(settings: RouterSettings, status: Status) -> None:
     tokenizer = Tokenizer(settings.tokenizer, on_change, tls)
     table = ReplicaTable(fixed_addresses(settings.replicas), on_change, settings.replica_authority, tls)
     discovery = Discovery(settings.replicas, table)
-    redis = None if settings.redis is None else open_redis(settings.redis)
+    redis = None if settings.redis is None else open_redis(settings.redis, settings.redis_password_file)
     index = None if redis is None else IndexReader(redis, metrics.index)
     show_streams(status.registry, admission)
     show_peers(status.registry, tokenizer, index)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from kvern.services.runtime.certificates import redis_certificate_files
-from kvern.services.runtime.settings import Addresses, RedisUrl, ServiceSettings
+from kvern.services.runtime.settings import Addresses, RedisPasswordFile, RedisUrl, ServiceSettings
 
 
 class RouterSettings(ServiceSettings):
@@ -20,6 +20,10 @@ class RouterSettings(ServiceSettings):
     redis: RedisUrl | None = None
     """URL of the Redis with the prefix index and the registry of replicas, as the engines are given it. Default: none,
     and requests are placed by load."""
+
+    redis_password_file: RedisPasswordFile = None
+    """File with the password for redis, of the user that the URL names. It is read again when it changes. Default: the
+    URL has it, or there is none."""
 
     replicas: Addresses = Field((), validate_default=True)
     """Addresses of the replicas' front doors (their detokenizers), or dns:///name:port for all addresses of a name;

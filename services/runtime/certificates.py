@@ -27,9 +27,9 @@ class _Read(NamedTuple):
 
 
 def redis_certificate_files(redis_url: str | None) -> list[str]:
-    """Return the files with certificates that a Redis URL names. Only rediss:// reads any from its URL."""
+    """Return the files with certificates that a Redis URL names."""
     url = urlsplit(redis_url or "")
-    query = parse_qs(url.query) if url.scheme == "rediss" else {}
+    query = parse_qs(url.query) if url.scheme.startswith("rediss") else {}
     return list(dict.fromkeys(path for field in _QUERY_FIELDS for path in query.get(field, ())))
 
 

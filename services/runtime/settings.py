@@ -59,6 +59,18 @@ RedisUrl = Annotated[str, AfterValidator(_known_scheme)]
 """`redis://host:port`, `unix:///path` and so on. A password in it belongs into a variable, not into a flag."""
 
 
+def check_redis_password(file: Path | None, info: ValidationInfo) -> Path | None:
+    """Return the setting redis_password_file as it is. Raises ValueError where `redis` leaves no place for it."""
+    url = info.data.get("redis")
+    if file is not None and (url is None or urlsplit(url).password):
+        raise ValueError("goes with redis, whose URL then holds no password")
+    return file
+
+
+RedisPasswordFile = Annotated[Path | None, AfterValidator(check_redis_password)]
+"""Of the setting redis_password_file, which stands below `redis`."""
+
+
 def _otlp(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -31,7 +31,7 @@ SERVICES: dict[str, type[ServiceSettings]] = {
 
 _OWN_FIELDS = frozenset(
     {"config", "listen", "tokenizer", "replicas", "engine", "router", "supervisor_pid", "drain_delay_s", "more_models"}
-    | {"redis", "advertise", "replica_id", "replica_authority", "router_identities"}
+    | {"redis", "redis_password_file", "advertise", "replica_id", "replica_authority", "router_identities"}
 )
 """Settings that the set gives its services itself: how they are connected, no wait for a load balancer, one model."""
 

@@ -1,11 +1,9 @@
-"""`rediss://` to a real server behind a TLS end, as managed Redis has it."""
+"""`rediss://` to a real server behind a TLS end, as managed Redis has it, and what is read again when it changes."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,29 +11,26 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvern.services.runtime.redis_index import open_redis
+from kvern.services.runtime.redis_index import RedisClient, open_redis
+from kvern.services.runtime.reloading import UnusableFile
+from tests.services.certificates import Authority, Pair
 
 from .redis_servers import RedisServer
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
-    openssl = shutil.which("openssl")
-    assert openssl is not None, "this test makes its certificate with the openssl command"
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "1"]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    return certificate, key
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
 
 
 @asynccontextmanager
-async def tls_end(server: RedisServer, certificate: tuple[Path, Path]) -> AsyncIterator[int]:
-    """Take TLS connections for a server. Yields the port."""
+async def tls_end(server: RedisServer, pair: Pair, client_ca: Path | None = None) -> AsyncIterator[int]:
+    """Take TLS connections for a server. Yields the port. client_ca: whose certificates callers must show."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
+    context.load_cert_chain(pair.certificate, pair.key)
+    if client_ca is not None:
+        context.load_verify_locations(client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -56,12 +51,62 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-async def test_rediss_speaks_tls_and_trusts_only_the_certificate_it_is_given(
-    server: RedisServer, certificate: tuple[Path, Path]
+async def connects_anew(client: RedisClient) -> bool:
+    """Whether the server answers on a new connection."""
+    assert isinstance(client, redis.asyncio.Redis)
+    await client.connection_pool.disconnect()
+    try:
+        return bool(await client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+async def test_rediss_speaks_tls_and_trusts_only_the_authority_it_is_given(
+    server: RedisServer, authority: Authority
 ) -> None:
-    async with tls_end(server, certificate) as port:
-        async with open_redis(f"rediss://127.0.0.1:{port}?ssl_ca_certs={certificate[0]}") as trusting:
+    async with tls_end(server, authority.sign("redis")) as port:
+        async with open_redis(f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}") as trusting:
             assert await trusting.ping()
         async with open_redis(f"rediss://127.0.0.1:{port}") as mistrusting:
             with pytest.raises(redis.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
                 await mistrusting.ping()
+
+
+async def test_rotated_client_certificate_is_shown_on_new_connections_and_a_broken_one_is_not(
+    server: RedisServer, authority: Authority, tmp_path: Path
+) -> None:
+    own, other = authority.sign("client"), Authority(tmp_path, "other")
+    query = f"ssl_ca_certs={authority.file}&ssl_certfile={own.certificate}&ssl_keyfile={own.key}"
+    async with (
+        tls_end(server, authority.sign("redis"), other.file) as port,
+        open_redis(f"rediss://127.0.0.1:{port}?{query}") as client,
+    ):
+        assert not await connects_anew(client)
+        own.replace_by(other.sign("rotated"))
+        assert await connects_anew(client)
+        own.key.write_bytes(b"broken")
+        assert await connects_anew(client)
+
+
+async def test_rotated_password_is_used_on_new_connections(server: RedisServer, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    server.command("ACL", "SETUSER", "mill", "on", ">a first/", "+ping")
+    file.write_text("a first/\n")
+    async with open_redis(f"redis://mill@127.0.0.1:{server.port}", file) as client:
+        assert await connects_anew(client)
+        server.command("ACL", "SETUSER", "mill", "resetpass", ">a second")
+        assert not await connects_anew(client)
+        file.write_text("a second")
+        assert await connects_anew(client)
+        file.write_text("")
+        assert await connects_anew(client)
+
+
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+sentinel", "rediss+cluster"])
+def test_certificate_that_cannot_be_used_is_named_before_anything_is_connected(
+    authority: Authority, scheme: str
+) -> None:
+    own, other = authority.sign("client"), authority.sign("other")
+    query = f"ssl_certfile={own.certificate}&ssl_keyfile={other.key}"
+    with pytest.raises(UnusableFile, match=str(other.key)):
+        open_redis(f"{scheme}://127.0.0.1:1/service?{query}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from redis.asyncio import Redis, RedisCluster
-from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import Connection, UnixDomainSocketConnection
 from redis.asyncio.sentinel import SentinelConnectionPool
 
 from kvern.services.runtime.redis_index import open_redis
+from kvern.services.runtime.redis_index.credentials import PasswordFile, ReloadingConnection
+from tests.services.certificates import Authority
 
 
 @pytest.mark.parametrize(
@@ -15,7 +19,7 @@ from kvern.services.runtime.redis_index import open_redis
     [
         ("redis://host", Connection, {"host": "host"}),
         ("redis://:p%40ss@host:7000/2", Connection, {"host": "host", "port": 7000, "db": 2, "password": "p@ss"}),
-        ("rediss://user:word@host", SSLConnection, {"username": "user", "password": "word"}),
+        ("rediss://user:word@host", ReloadingConnection, {"username": "user", "password": "word"}),
         ("unix:///run/redis.sock?db=1", UnixDomainSocketConnection, {"path": "/run/redis.sock", "db": 1}),
     ],
 )
@@ -34,7 +38,7 @@ def test_open_redis_of_sentinels(scheme: str) -> None:
     assert isinstance(pool, SentinelConnectionPool)
     assert pool.service_name == "service"
     assert {"username": "user", "password": "p@ss", "db": 3}.items() <= pool.connection_kwargs.items()
-    assert issubclass(pool.connection_class, SSLConnection) == (scheme == "rediss")
+    assert issubclass(pool.connection_class, ReloadingConnection) == (scheme == "rediss")
     asked = [each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels]
     assert [(each["host"], each["port"]) for each in asked] == [("one", 1), ("two", 26379)]
 
@@ -45,6 +49,29 @@ async def test_open_redis_of_a_cluster() -> None:
     nodes = client.nodes_manager.startup_nodes
     assert set(nodes) == {"one:1", "two:6379"}
     assert all(node.connection_kwargs["password"] == "p@ss" for node in nodes.values())
+
+
+@pytest.mark.parametrize("url", ["rediss://u@one", "rediss+sentinel://u@one/service", "rediss+cluster://u@one"])
+async def test_password_and_certificates_come_from_files_with_every_scheme(tmp_path: Path, url: str) -> None:
+    password, authority = tmp_path / "password", Authority(tmp_path)
+    password.write_text("word\n")
+    client = open_redis(f"{url}?ssl_ca_certs={authority.file}", password)
+    if isinstance(client, RedisCluster):
+        [node] = client.nodes_manager.startup_nodes.values()
+        connections = [(node.connection_class, node.connection_kwargs)]
+        assert client.nodes_manager.connection_kwargs["connection_class"] is ReloadingConnection
+    else:
+        pool = client.connection_pool
+        pools = [pool]
+        if isinstance(pool, SentinelConnectionPool):
+            pools += [each.connection_pool for each in pool.sentinel_manager.sentinels]
+        connections = [(each.connection_class, each.connection_kwargs) for each in pools]
+    for connection_class, options in connections:
+        assert issubclass(connection_class, ReloadingConnection)
+        assert options["ssl_ca_certs"] == str(authority.file)
+        provider = options["credential_provider"]
+        assert isinstance(provider, PasswordFile)
+        assert await provider.get_credentials_async() == ("u", "word")
 
 
 @pytest.mark.parametrize("url", ["http://host", "host:6379", "redis+sentinel://host:1"])
