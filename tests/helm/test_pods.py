@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 import pytest
 
 from kvern.cli.download import download
 from kvern.services.engine.stall_watch import INTERVAL_S
 from kvern.services.runtime.stall import STALL_RULE
 from tests.helm.chart import (
+    NAMESPACE,
     VALUES,
     Container,
     Document,
@@ -40,8 +43,9 @@ def test_probe_asks_the_status_port_that_its_container_serves(name: str) -> None
     for container in services(rendered(name)):
         settings = container.settings()
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            asked = container.ports[container.spec[probe]["httpGet"]["port"]]
-            assert asked == int(settings.status_listen.rpartition(":")[2])
+            asked = container.spec[probe]["httpGet"]
+            assert container.ports[asked["port"]] == int(settings.status_listen.rpartition(":")[2])
+            assert asked["scheme"] == ("HTTP" if settings.tls_cert is None else "HTTPS")
         assert container.spec["livenessProbe"]["httpGet"]["path"] == "/healthz"
         assert container.spec["readinessProbe"]["httpGet"]["path"] == "/readyz"
 
@@ -302,16 +306,17 @@ def test_runtime_class_and_scheduling_are_values() -> None:
         ("external_redis", "rediss://redis.example:6380/1?ssl_ca_certs=/etc/kvern/redis/ca.crt"),
         ("secret_redis", "rediss://:secret@redis.example:6380/0"),
         ("no_redis", None),
+        ("secure", "redis://kvern-{role}@kvern-redis:6379"),
     ],
 )
 def test_router_and_engine_are_told_of_the_same_redis(name: str, url: str | None) -> None:
     documents = rendered(name)
     for container in (service(documents, "router"), service(documents, "engine")):
-        assert container.settings().redis == url
+        assert container.settings().redis == (url and url.format(role=container.name))
         assert "redis" not in container.flags
         if name in ("external_redis", "secret_redis"):
             assert _volume(container, "/etc/kvern/redis") == "redis-ca"
-    assert any(component(pod) == "redis" for pod in pods(documents)) == (name == "minimal")
+    assert any(component(pod) == "redis" for pod in pods(documents)) == (name in ("minimal", "secure"))
 
 
 def test_own_redis_keeps_nothing_on_disk_and_refuses_rather_than_forgets() -> None:
@@ -321,6 +326,41 @@ def test_own_redis_keeps_nothing_on_disk_and_refuses_rather_than_forgets() -> No
     assert (told["--save"], told["--appendonly"], told["--maxmemory-policy"]) == ("", "no", "noeviction")
     limit = mebibytes(redis.spec["resources"]["limits"]["memory"])
     assert int(told["--maxmemory"].removesuffix("mb")) * 1.2 < limit
+
+
+def test_secure_pod_finds_its_certificates_keys_and_passwords_on_mounted_secrets() -> None:
+    for container in services(rendered("secure")):
+        settings = container.settings().model_dump()
+        files = {name: str(value) for name, value in settings.items() if isinstance(value, PurePath)}
+        volumes = {volume["name"]: volume for volume in container.pod["spec"]["volumes"]}
+        for name, file in files.items():
+            folder, _, key = file.rpartition("/")
+            secret = volumes[_volume(container, folder)]["secret"]
+            assert key in [item["path"] for item in secret.get("items", [])] or key in ("tls.crt", "tls.key", "ca.crt")
+            expected = {"ticket_key_file": "tickets", "redis_password_file": "redis-passwords"}
+            own = "router-tls" if component(container.pod) == "router" else "replica-tls"
+            by_clients = name == "tls_client_ca" and own == "router-tls"
+            assert secret["secretName"] == ("clients" if by_clients else expected.get(name, own))
+        assert {"tls_cert", "tls_key"} <= files.keys()
+
+
+def test_replicas_of_a_secure_release_let_in_its_routers_alone() -> None:
+    documents = rendered("secure")
+    router, replica = (service(documents, name).settings() for name in ("router", "detokenizer"))
+    assert replica.router_identities == (f"kvern-router.{NAMESPACE}.svc",)
+    assert replica.tls_client_ca is not None
+    assert router.tls_ca is not None
+    assert router.ticket_key_file == replica.ticket_key_file
+
+
+def test_monitors_and_services_of_a_secure_release_know_of_tls() -> None:
+    documents = rendered("secure")
+    [monitor] = of_kind(documents, "PodMonitor")
+    assert {each["scheme"] for each in monitor["spec"]["podMetricsEndpoints"]} == {"https"}
+    ports = [
+        port for each in of_kind(documents, "Service") for port in each["spec"]["ports"] if port["name"] != "redis"
+    ]
+    assert {port["appProtocol"] for port in ports} == {"https"}
 
 
 def test_replica_registers_under_its_pods_address_and_name() -> None:

@@ -16,6 +16,8 @@
 args:
   - --listen=unix:/run/kvern/engine.sock
   {{- include "kvern.commonFlags" (list $root 9401) | nindent 2 }}
+  {{- include "kvern.optional" (list 2 (include "kvern.tlsFlags" $root)) }}
+  {{- include "kvern.optional" (list 2 (include "kvern.redisPasswordFlags" $root)) }}
   - {{ printf "--model=%s" (include "kvern.modelReference" (list $name $pool.model)) | quote }}
   - {{ printf "--served-model-name=%s" (include "kvern.modelName" $pool.model) | quote }}
   - --device={{ ternary "cuda" "cpu" (gt (int $gpu.count) 0) }}
@@ -37,13 +39,13 @@ args:
   {{- include "kvern.smgFlags" $pool.smg | nindent 2 }}
   {{- end }}
   {{- include "kvern.optional" (list 2 (include "kvern.flags" $pool.engine.settings)) }}
-{{ include "kvern.list" (list "env" (include "kvern.podEnv" .) (include "kvern.redisEnv" $root) (include "kvern.modelEnv" $models) (include "kvern.yaml" $pool.engine.env)) }}
+{{ include "kvern.list" (list "env" (include "kvern.podEnv" .) (include "kvern.redisEnv" (list $root "engine")) (include "kvern.modelEnv" $models) (include "kvern.yaml" $pool.engine.env)) }}
 ports:
   - {name: status-sidecar, containerPort: 9401}
-{{ include "kvern.startupProbe" (list "status-sidecar" "/readyz" $pool.startup.timeoutSeconds) }}
-{{ include "kvern.probes" "status-sidecar" }}
+{{ include "kvern.startupProbe" (list $root "status-sidecar" "/readyz" $pool.startup.timeoutSeconds) }}
+{{ include "kvern.probes" (list $root "status-sidecar") }}
 resources: {{- include "kvern.resources" $resources | trim | nindent 2 }}
-{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) "- {name: shm, mountPath: /dev/shm}" (include "kvern.redisMounts" $root) (include "kvern.modelMounts" $models)) }}
+{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) "- {name: shm, mountPath: /dev/shm}" (include "kvern.redisMounts" $root) (include "kvern.secretMounts" (list $root "tls" "redis-auth")) (include "kvern.modelMounts" $models)) }}
 {{- end }}
 
 {{- define "kvern.podEnv" -}}

@@ -1,10 +1,16 @@
-{{/* Status ports of services, by name, and labels that tell pods apart. Takes the monitor's values. */}}
+{{/* Status ports of services, by name, and labels that tell pods apart. Takes (list root monitor-values). */}}
 {{- define "kvern.scrapes" -}}
-{{- $interval := .interval -}}
+{{- $tls := (index . 0).Values.tls -}}
+{{- $interval := (index . 1).interval -}}
 {{- range list "status" "status-sidecar" "status-gateway" }}
 - port: {{ . }}
   path: /metrics
   interval: {{ $interval }}
+  {{- if $tls.enabled }}
+  scheme: https
+  # Pods are scraped by their addresses, which are in no certificate.
+  tlsConfig: {insecureSkipVerify: true}
+  {{- end }}
   {{- if eq . "status-sidecar" }}
   relabelings:
     # A Service that gives a port by number gives one to Redis too.

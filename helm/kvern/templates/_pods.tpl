@@ -92,38 +92,48 @@ securityContext: {{- include "kvern.containerSecurity" $root | nindent 2 }}
 
 {{/*
 Liveness and readiness at a status port. A wedged engine is told after 5 s of its own clock, and unready two probes later.
-Nothing is probed before the startup probe has passed. Takes the port's name.
+Nothing is probed before the startup probe has passed. Takes (list root port-name).
 */}}
 {{- define "kvern.probes" -}}
 livenessProbe:
-  httpGet: {path: /healthz, port: {{ . }}}
+  httpGet: {path: /healthz, port: {{ index . 1 }}, scheme: {{ include "kvern.scheme" (index . 0) | upper }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 3
 readinessProbe:
-  httpGet: {path: /readyz, port: {{ . }}}
+  httpGet: {path: /readyz, port: {{ index . 1 }}, scheme: {{ include "kvern.scheme" (index . 0) | upper }}}
   periodSeconds: 2
   timeoutSeconds: 1
   failureThreshold: 2
 {{- end }}
 
-{{/* Takes (list port-name path timeout-seconds). */}}
+{{/* Takes (list root port-name path timeout-seconds). */}}
 {{- define "kvern.startupProbe" -}}
 startupProbe:
-  httpGet: {path: {{ index . 1 }}, port: {{ index . 0 }}}
+  httpGet: {path: {{ index . 2 }}, port: {{ index . 1 }}, scheme: {{ include "kvern.scheme" (index . 0) | upper }}}
   periodSeconds: 5
   timeoutSeconds: 5
-  failureThreshold: {{ ceil (divf (index . 2) 5) | int }}
+  failureThreshold: {{ ceil (divf (index . 3) 5) | int }}
 {{- end }}
 
+{{/* How HTTP is spoken at status ports and gateways. */}}
+{{- define "kvern.scheme" -}}
+{{- ternary "https" "http" .Values.tls.enabled -}}
+{{- end }}
+
+{{/* Takes (list root "router" or "engine"). */}}
 {{- define "kvern.redisEnv" -}}
-{{- $external := .Values.redis.external -}}
-{{- if eq .Values.redis.mode "own" }}
+{{- $root := index . 0 -}}
+{{- $external := $root.Values.redis.external -}}
+{{- $auth := $root.Values.redis.auth -}}
+{{- $user := ternary (printf "://%s@" (get $auth (printf "%sUser" (index . 1)))) "://" (ne $auth.secret "") -}}
+{{- if eq $root.Values.redis.mode "own" }}
 - name: KVERN_REDIS
-  value: redis://{{ include "kvern.fullname" . }}-redis:6379
-{{- else if eq .Values.redis.mode "external" }}
+  value: {{ printf "redis://%s-redis:6379" (include "kvern.fullname" $root) | replace "://" $user }}
+{{- else if eq $root.Values.redis.mode "external" }}
 - name: KVERN_REDIS
   {{- if $external.secret.name }}
+  {{- if $auth.secret }}{{ fail "redis: auth.secret goes with external.url, not with a URL that has a password" }}{{ end }}
   valueFrom:
     secretKeyRef: {name: {{ $external.secret.name }}, key: {{ $external.secret.key }}}
   {{- else }}
@@ -131,7 +141,7 @@ startupProbe:
   {{- if $external.ca.name }}
   {{- $url = printf "%s%sssl_ca_certs=/etc/kvern/redis/ca.crt" $url (ternary "&" "?" (contains "?" $url)) }}
   {{- end }}
-  value: {{ $url | quote }}
+  value: {{ $url | replace "://" $user | quote }}
   {{- end }}
 {{- end }}
 {{- end }}

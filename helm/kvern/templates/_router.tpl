@@ -8,6 +8,7 @@
 args:
   - --listen=unix:/run/kvern/tokenizer.sock
   {{- include "kvern.commonFlags" (list $root 9401) | nindent 2 }}
+  {{- include "kvern.optional" (list 2 (include "kvern.tlsFlags" $root)) }}
   {{- range $i, $name := keys $models | sortAlpha }}
   {{- $model := get $models $name }}
   {{- $reference := include "kvern.modelReference" (list $name $model) }}
@@ -29,10 +30,10 @@ args:
 {{ include "kvern.list" (list "env" (include "kvern.modelEnv" $models) (include "kvern.yaml" $tokenizer.env)) }}
 ports:
   - {name: status-sidecar, containerPort: 9401}
-{{ include "kvern.startupProbe" (list "status-sidecar" "/readyz" $root.Values.router.startup.timeoutSeconds) }}
-{{ include "kvern.probes" "status-sidecar" }}
+{{ include "kvern.startupProbe" (list $root "status-sidecar" "/readyz" $root.Values.router.startup.timeoutSeconds) }}
+{{ include "kvern.probes" (list $root "status-sidecar") }}
 resources: {{- include "kvern.resources" $tokenizer.resources | trim | nindent 2 }}
-{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) (include "kvern.modelMounts" $models)) }}
+{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) (include "kvern.secretMounts" (list $root "tls")) (include "kvern.modelMounts" $models)) }}
 {{- end }}
 
 {{/* A second main container, not a sidecar: it drains together with the router, whose client it is. */}}
@@ -42,6 +43,8 @@ resources: {{- include "kvern.resources" $tokenizer.resources | trim | nindent 2
 args:
   - --listen={{ .Values.listenAddress }}:8000
   {{- include "kvern.commonFlags" (list . 9402) | nindent 2 }}
+  {{- include "kvern.optional" (list 2 (include "kvern.tlsFlags" .)) }}
+  {{- include "kvern.optional" (list 2 (include "kvern.clientCaFlags" .)) }}
   - --router=unix:/run/kvern/router.sock
   # A second less than the router: what is taken here is taken there.
   - --drain-delay-s={{ max 0 (sub $drain.delaySeconds 1) }}
@@ -51,8 +54,8 @@ args:
 ports:
   - {name: http, containerPort: 8000}
   - {name: status-gateway, containerPort: 9402}
-{{ include "kvern.startupProbe" (list "status-gateway" "/healthz" .Values.router.startup.timeoutSeconds) }}
-{{ include "kvern.probes" "status-gateway" }}
+{{ include "kvern.startupProbe" (list . "status-gateway" "/healthz" .Values.router.startup.timeoutSeconds) }}
+{{ include "kvern.probes" (list . "status-gateway") }}
 resources: {{- include "kvern.resources" .Values.gateway.resources | trim | nindent 2 }}
-{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .)) }}
+{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) (include "kvern.secretMounts" (list . "tls" "client-ca"))) }}
 {{- end }}

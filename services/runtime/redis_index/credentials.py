@@ -77,7 +77,7 @@ def check_tls_files(options: Mapping[str, str]) -> None:
 
 def _read_password(file: Path) -> str:
     try:
-        password = read_bytes(file).decode().strip()
+        password = read_bytes(file).decode().rstrip("\n")
     except UnicodeDecodeError as error:
         raise UnusableFile(f"{file}: holds no password in UTF-8") from error
     if not password:
