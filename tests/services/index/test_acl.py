@@ -14,10 +14,10 @@ import redis
 from kvern.services.runtime.redis_index import open_redis
 from kvern.services.runtime.redis_index.keys import ReplicaKeys, Shard
 from tests.services.index.indexed_pool import IndexedPool, matches, new_reader, prompt_digests, settled
-from tests.services.index.redis_servers import REDIS_6, REDIS_ON_PATH, RedisServer, wait_for
+from tests.services.index.redis_servers import REDIS_6, REDIS_7, RedisServer, wait_for
 
 RULES = Path(__file__).parents[3] / "helm" / "kvern" / "redis"
-SERVERS = {"6.2": REDIS_6} | ({"on the path": REDIS_ON_PATH} if REDIS_ON_PATH else {})
+SERVERS = {"6.2": REDIS_6} | ({"7": REDIS_7} if REDIS_7 else {})
 ROLES = ("router", "engine")
 KEYS = ReplicaKeys.of(Shard("pool", 0), "replica", 1)
 PROMPT = prompt_digests(range(40))
