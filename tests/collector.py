@@ -138,14 +138,19 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 @contextmanager
-def collecting(address: str = "127.0.0.1:0") -> Iterator[tuple[Collector, str]]:
+def collecting(
+    address: str = "127.0.0.1:0", credentials: grpc.ServerCredentials | None = None
+) -> Iterator[tuple[Collector, str]]:
     """Yield a collector and its endpoint."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port(address)
+    if credentials is None:
+        scheme, port = "http", server.add_insecure_port(address)
+    else:
+        scheme, port = "https", server.add_secure_port(address, credentials)
     server.start()
     try:
-        yield collector, f"http://127.0.0.1:{port}"
+        yield collector, f"{scheme}://127.0.0.1:{port}"
     finally:
         server.stop(0).wait()

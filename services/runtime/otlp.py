@@ -51,6 +51,9 @@ _FAULTS = frozenset(
 _NO_FAULTS = frozenset({grpc.StatusCode.OK, grpc.StatusCode.CANCELLED})
 """What does not make a call an error where it is made."""
 
+_CERTIFICATE_VARIABLES = frozenset({"OTEL_EXPORTER_OTLP_CERTIFICATE", "OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE"})
+"""Read by the exporter itself, at its start."""
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 _log = structlog.get_logger("kvern.tracing")
@@ -63,7 +66,7 @@ class OtlpTracer:
 
     def __init__(self, service: str, endpoint: str, sample_ratio: float, tls: ClientTls | None = None) -> None:
         """sample_ratio: of the requests that come without a trace. A trace's own word counts before it.
-        tls: whom to trust at an https:// endpoint; None: whom the OTEL_ variables or the system name.
+        tls: whom to trust at an https:// endpoint, unless OTEL_ variables say; None: whom the system trusts.
         """
         # They say each failed try. One line when the collector goes and one when it is back is enough.
         for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
@@ -185,7 +188,7 @@ class _Exporter(SpanExporter):
 
     def __init__(self, endpoint: str, tls: ClientTls | None) -> None:
         self._endpoint = endpoint
-        self._tls = tls
+        self._tls = None if _CERTIFICATE_VARIABLES & os.environ.keys() else tls
         self._credentials = self._latest_credentials()
         self._exporter = self._connect()
         self._is_away = False

@@ -23,9 +23,11 @@ from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.interceptors import ErrorInterceptor
 from kvern.services.runtime.otlp import OtlpTracer
 from kvern.services.runtime.settings import SettingsError
+from kvern.services.runtime.tls import ClientTls, KeyPair
 from kvern.services.runtime.tracing import NO_SPAN, Kind, Tracer, current_span
 from kvern.v1 import inference_pb2, inference_pb2_grpc, replica_pb2, replica_pb2_grpc
 from tests.collector import ERROR, QUICKLY, UNSET, Collector, Seen, collecting, new_client_span
+from tests.services.certificates import Authority
 from tests.up_process import PATIENCE_S, free_port, wait_until
 
 GENERATE = "kvern.v1.InferenceService/Generate"
@@ -47,8 +49,8 @@ def collected() -> Iterator[tuple[Collector, str]]:
 
 
 @asynccontextmanager
-async def tracer_to(endpoint: str, ratio: float = 1.0) -> AsyncIterator[OtlpTracer]:
-    tracer = OtlpTracer("test", endpoint, ratio)
+async def tracer_to(endpoint: str, ratio: float = 1.0, tls: ClientTls | None = None) -> AsyncIterator[OtlpTracer]:
+    tracer = OtlpTracer("test", endpoint, ratio, tls)
     try:
         yield tracer
     finally:
@@ -261,6 +263,19 @@ async def test_collector_that_is_away_is_told_of_once_and_holds_up_no_end(monkey
                 await tracer.close()
     assert [line["event"].split()[-1] for line in logs][:2] == ["answer", "again"]
     assert len(logs) <= 3
+
+
+async def test_spans_go_to_a_collector_in_tls_with_the_certificate_of_the_moment(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    server, own = authority.sign("collector"), other.sign("own")
+    keys = [(server.key.read_bytes(), server.certificate.read_bytes())]
+    credentials = grpc.ssl_server_credentials(keys, authority.file.read_bytes(), True)
+    tls = ClientTls(authority.file, KeyPair(own.certificate, own.key))
+    with collecting(credentials=credentials) as (collector, endpoint):
+        async with tracer_to(endpoint, tls=tls) as tracer:
+            own.replace_by(authority.sign("rotated"))
+            tracer.begin("a", Kind.SERVER, {}).end()
+        assert len(collector.trace_ids) == 1
 
 
 def test_services_without_a_collector_do_not_import_the_tracer() -> None:
