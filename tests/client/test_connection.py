@@ -142,6 +142,18 @@ async def test_tls_server_is_spoken_to_where_its_certificate_is_trusted(
         assert isinstance([event async for event in aio_client.generate("Hi")][-1], Finished)
 
 
+async def test_server_is_known_by_the_name_that_it_is_called_by(serve: Serve, certificate: tuple[bytes, bytes]) -> None:
+    server = serve(ANSWER, address="127.0.0.1:0", credentials=grpc.ssl_server_credentials([certificate]))
+    trusted = grpc.ssl_channel_credentials(certificate[1])
+    by_address = Client(server.address, credentials=trusted, retry=RetryPolicy(max_retries=0))
+    with by_address, pytest.raises(Unreachable):
+        list(by_address.generate("Hi"))
+    with Client(server.address, credentials=trusted, authority="localhost") as client:
+        assert isinstance(list(client.generate("Hi"))[-1], Finished)
+    async with AsyncClient(server.address, credentials=trusted, authority="localhost") as aio_client:
+        assert isinstance([event async for event in aio_client.generate("Hi")][-1], Finished)
+
+
 def test_tls_server_of_unknown_certificate_is_not_spoken_to(serve: Serve, certificate: tuple[bytes, bytes]) -> None:
     server = serve(ANSWER, address="localhost:0", credentials=grpc.ssl_server_credentials([certificate]))
     untrusting = grpc.ssl_channel_credentials()

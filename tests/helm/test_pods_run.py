@@ -16,12 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvern.client import Client, RetryPolicy, Unreachable
-from kvern.client.channel import ticket_metadata
-from kvern.v1.inference_pb2 import GenerateRequest, TokenIds
-from kvern.v1.inference_pb2_grpc import InferenceServiceStub
-from kvern.v1.replica_pb2 import GetReplicaInfoRequest
-from kvern.v1.replica_pb2_grpc import ReplicaServiceStub
+from kvern.client import Client, KvernError, RetryPolicy, Started, Unreachable
 from tests.e2e.generation import assert_serves, collect
 from tests.services.certificates import Authority, Pair
 from tests.services.index.redis_servers import REDIS_7
@@ -139,11 +134,14 @@ def own(cluster: Cluster) -> Pair:
     return cluster.authority.sign("client")
 
 
+def credentials_of(cluster: Cluster, own: Pair) -> grpc.ChannelCredentials:
+    files = (cluster.authority.file, own.key, own.certificate)
+    return grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+
+
 @pytest.fixture
 def client(cluster: Cluster, own: Pair) -> Iterator[Client]:
-    files = (cluster.authority.file, own.key, own.certificate)
-    credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
-    with Client(f"{cluster.pods[0].ip}:50051", credentials=credentials) as connected:
+    with Client(f"{cluster.pods[0].ip}:50051", credentials=credentials_of(cluster, own)) as connected:
         yield connected
 
 
@@ -170,19 +168,12 @@ def test_client_of_a_pod_needs_a_certificate_and_at_a_replica_a_ticket(
         refused.list_models()
     route = client.route("Once upon a time")
     assert route.address == f"{replica.ip}:50051"
-    files = (cluster.authority.file, own.key, own.certificate)
-    credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
-    options = [("grpc.default_authority", f"mill-kvern-replicas.{NAMESPACE}.svc")]
-    with grpc.secure_channel(route.address, credentials, options) as channel:
-        inference, polled = InferenceServiceStub(channel), ReplicaServiceStub(channel)
-        request = GenerateRequest(token_ids=TokenIds(ids=route.prompt_token_ids))
-        with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
-            next(inference.Generate(request))
-        with pytest.raises(grpc.RpcError, match="PERMISSION_DENIED"):
-            polled.GetReplicaInfo(GetReplicaInfoRequest())
-        call = inference.Generate(request, metadata=ticket_metadata(route.ticket))
-        assert next(call).HasField("started")
-        call.cancel()
+    name, prompt = f"mill-kvern-replicas.{NAMESPACE}.svc", route.prompt_token_ids
+    with Client(route.address, credentials=credentials_of(cluster, own), authority=name) as direct:
+        with pytest.raises(KvernError, match="UNAUTHENTICATED"):
+            next(direct.generate(prompt))
+        with direct.generate(prompt, ticket=route.ticket) as events:
+            assert isinstance(next(events), Started)
 
 
 def test_containers_of_different_users_share_sockets_by_their_group(cluster: Cluster) -> None:

@@ -67,13 +67,14 @@ class AsyncClient:
         address: str = DEFAULT_ADDRESS,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        authority: str | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         retry: RetryPolicy = DEFAULT_RETRY_POLICY,
     ) -> None:
         self.address = address
         self._metadata = tuple(metadata)
         self._policy = retry
-        self._channel = open_aio_channel(address, credentials)
+        self._channel = open_aio_channel(address, credentials, authority)
         self._inference: InferenceServiceAsyncStub = InferenceServiceStub(self._channel)
         self._router: RouterServiceAsyncStub = RouterServiceStub(self._channel)
 

@@ -26,8 +26,10 @@ def ticket_metadata(ticket: bytes) -> tuple[tuple[str, str], ...]:
     return ((_TICKET_KEY, base64.b64encode(ticket).decode()),) if ticket else ()
 
 
-def channel_options() -> list[tuple[str, int | str]]:
+def channel_options(authority: str | None = None) -> list[tuple[str, int | str]]:
+    """authority: the name to call the server by, where that is not its address."""
     return [
+        *([] if authority is None else [("grpc.default_authority", authority)]),
         # Without these two, a reader that stops still swallows megabytes, and the server cannot know that it stopped.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", 16384),
@@ -45,13 +47,17 @@ def channel_options() -> list[tuple[str, int | str]]:
     ]
 
 
-def open_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, authority: str | None = None
+) -> grpc.Channel:
     if credentials is None:
-        return grpc.insecure_channel(address, channel_options())
-    return grpc.secure_channel(address, credentials, channel_options())
+        return grpc.insecure_channel(address, channel_options(authority))
+    return grpc.secure_channel(address, credentials, channel_options(authority))
 
 
-def open_aio_channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+def open_aio_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, authority: str | None = None
+) -> grpc.aio.Channel:
     if credentials is None:
-        return grpc.aio.insecure_channel(address, channel_options())
-    return grpc.aio.secure_channel(address, credentials, channel_options())
+        return grpc.aio.insecure_channel(address, channel_options(authority))
+    return grpc.aio.secure_channel(address, credentials, channel_options(authority))

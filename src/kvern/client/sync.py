@@ -59,6 +59,7 @@ class Client:
     `address` is what gRPC takes: "host:port", "dns:///name:port", "ipv4:10.0.0.1:50051,10.0.0.2:50051", "unix:/path".
     Calls go in turn to all addresses that a name has. `credentials` switch TLS on:
     `grpc.ssl_channel_credentials(root_certificates)`, and a key and certificate as well where the server asks for them.
+    `authority` is the name in the server's certificate, where that is not the one in its address.
     `metadata` goes with every call, such as ("authorization", "Bearer ...").
 
     Every method raises KvernError.
@@ -69,13 +70,14 @@ class Client:
         address: str = DEFAULT_ADDRESS,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        authority: str | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         retry: RetryPolicy = DEFAULT_RETRY_POLICY,
     ) -> None:
         self.address = address
         self._metadata = tuple(metadata)
         self._policy = retry
-        self._channel = open_channel(address, credentials)
+        self._channel = open_channel(address, credentials, authority)
         self._inference = InferenceServiceStub(self._channel)
         self._router = RouterServiceStub(self._channel)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,6 +229,20 @@ def test_pair_that_cannot_be_used_is_named(authority: Authority, broken: str) ->
     file.unlink()
     with pytest.raises(UnusableFile, match=f"{file}: No such file"):
         server_tls(settings_of(pair))
+
+
+@pytest.mark.parametrize(
+    ("flag", "exit_code", "said"), [("--tls-key=/away.key", 1, "/away.key: No such file"), ("", 2, "tls_key")]
+)
+def test_process_with_a_pair_it_cannot_use_ends_with_one_line(
+    authority: Authority, flag: str, exit_code: int, said: str
+) -> None:
+    flags = [f"--tls-cert={authority.sign('server').certificate}", *([flag] if flag else [])]
+    command = [sys.executable, "-m", "kvern.services.gateway", "--listen=127.0.0.1:0", "--router=unix:/r", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == exit_code
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
 
 
 def test_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
