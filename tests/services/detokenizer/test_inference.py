@@ -17,7 +17,9 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvern.services.detokenizer.settings import DetokenizerSettings
 from kvern.services.runtime.channel import open_channel
+from kvern.services.runtime.settings import SettingsError
 from kvern.services.runtime.ticket import CLOCK_SKEW_S, METADATA_KEY, Ticket, sign
 from kvern.services.runtime.tls import ClientTls, KeyPair
 from kvern.v1 import engine_pb2, inference_pb2, inference_pb2_grpc, replica_pb2, replica_pb2_grpc
@@ -227,6 +229,11 @@ async def test_what_only_a_router_can_do_is_refused_by_field(guarded: Guarded) -
     assert (await refusal(pod.generate(sampling=inference_pb2.Sampling(n=0))))[0] is grpc.StatusCode.INVALID_ARGUMENT
     [model] = (await pod.inference.ListModels(inference_pb2.ListModelsRequest())).models
     assert (model.name, model.contract) == (INFO.model, INFO.contract)
+
+
+def test_identities_without_an_authority_of_callers_are_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match=r"^router_identities: .*tls_client_ca"):
+        DetokenizerSettings.load(["--listen=unix:/s", "--engine=unix:/e", "--router-identities=r"], prog="", environ={})
 
 
 @pytest.mark.asyncio(loop_scope="module")

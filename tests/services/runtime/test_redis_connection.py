@@ -9,8 +9,10 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.connection import Connection, UnixDomainSocketConnection
 from redis.asyncio.sentinel import SentinelConnectionPool
 
+from kvern.services.router.settings import RouterSettings
 from kvern.services.runtime.redis_index import open_redis
 from kvern.services.runtime.redis_index.credentials import PasswordFile, ReloadingConnection
+from kvern.services.runtime.settings import SettingsError
 from tests.services.certificates import Authority
 
 
@@ -72,6 +74,14 @@ async def test_password_and_certificates_come_from_files_with_every_scheme(tmp_p
         provider = options["credential_provider"]
         assert isinstance(provider, PasswordFile)
         assert await provider.get_credentials_async() == ("u", "word")
+
+
+@pytest.mark.parametrize("redis", [[], ["--redis=redis://u:secret@host"], ["--redis=rediss+cluster://:secret@a,b"]])
+def test_password_file_beside_no_url_or_one_with_a_password_is_refused_without_telling_it(redis: list[str]) -> None:
+    flags = ["--listen=unix:/s", "--tokenizer=unix:/t", "--replicas=r:1", *redis, "--redis-password-file=/file"]
+    with pytest.raises(SettingsError, match=r"^redis_password_file: ") as refused:
+        RouterSettings.load(flags, prog="", environ={})
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize("url", ["http://host", "host:6379", "redis+sentinel://host:1"])
