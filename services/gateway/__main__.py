@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvern.services.gateway.app import Gateway
+from kvern.services.gateway.chat_request import OutputFormats
 from kvern.services.gateway.http_server import serve
 from kvern.services.gateway.metrics import GatewayMetrics
 from kvern.services.gateway.settings import GatewaySettings
@@ -16,7 +17,8 @@ from kvern.services.runtime.tls import client_tls
 
 async def main(settings: GatewaySettings, status: Status) -> None:
     async with open_channel(settings.router, tls=client_tls(settings)) as channel:
-        gateway = Gateway(channel, GatewayMetrics(status.registry), status.tracer)
+        formats = OutputFormats(settings.tool_call_parser, settings.reasoning_parser)
+        gateway = Gateway(channel, status.registry, formats, status.tracer)
 
         def set_ready(is_ready: bool) -> None:
             status.is_ready = is_ready
@@ -27,7 +29,7 @@ async def main(settings: GatewaySettings, status: Status) -> None:
 
         watching = asyncio.create_task(gateway.watch(set_ready))
         try:
-            await serve(gateway.app, settings, on_drain)
+            await serve(gateway.app(GatewayMetrics(status.registry)), settings, on_drain)
         finally:
             watching.cancel()
 

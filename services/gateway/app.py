@@ -4,61 +4,86 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
+from functools import partial
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from kvern.services.gateway.chat_request import ChatCompletionRequest
-from kvern.services.gateway.chat_response import chunks, completion
+from kvern.services.gateway import answers
+from kvern.services.gateway.access import Access, RequestRecord, record_of
+from kvern.services.gateway.chat_request import ChatCompletionRequest, OutputFormats
+from kvern.services.gateway.chat_response import ChatAnswer, parser_opener
 from kvern.services.gateway.client_watch import ClientWatch
-from kvern.services.gateway.errors import ApiError, from_rpc
+from kvern.services.gateway.completion_request import CompletionRequest
+from kvern.services.gateway.completion_response import CompletionAnswer
+from kvern.services.gateway.errors import ApiError
 from kvern.services.gateway.event_stream import EventStream
-from kvern.services.gateway.metrics import GatewayMetrics, RequestCounter
-from kvern.services.gateway.request_body import parse
+from kvern.services.gateway.generation_body import GenerationBody
+from kvern.services.gateway.head import Head
+from kvern.services.gateway.merge import merged
+from kvern.services.gateway.metrics import GatewayMetrics
+from kvern.services.gateway.openapi import describe
+from kvern.services.gateway.request_body import parse, parse_either
 from kvern.services.gateway.request_tracing import RequestTracing
-from kvern.services.runtime.channel import streaming
-from kvern.services.runtime.tracing import NO_TRACER, Tracer, current_span
-from kvern.v1 import inference_pb2, inference_pb2_grpc
+from kvern.services.gateway.router_client import RouterClient, metadata_of
+from kvern.services.gateway.tokenize_request import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from kvern.services.gateway.usage import Tally
+from kvern.services.runtime.metrics import CONTENT_TYPE, render
+from kvern.services.runtime.tracing import NO_TRACER, Tracer
+from kvern.version import __version__
 
-UNARY_TIMEOUT_S = 10.0
 HEALTH_INTERVAL_S = 1.0
-HEALTH_TIMEOUT_S = 1.0
 
-_MODELS, _CHAT_COMPLETIONS = "/v1/models", "/v1/chat/completions"
-_TRACED = frozenset({_MODELS, _CHAT_COMPLETIONS})
+_MODELS, _COMPLETIONS, _CHAT_COMPLETIONS = "/v1/models", "/v1/completions", "/v1/chat/completions"
+_TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
+_TRACED = frozenset({_MODELS, _COMPLETIONS, _CHAT_COMPLETIONS, _TOKENIZE, _DETOKENIZE})
 """What is traced: probes are not."""
+
+_HEALTH, _METRICS = "/health", "/metrics"
+_PROBES = frozenset({_HEALTH, _METRICS})
 
 
 class Gateway:
     """Answers HTTP requests by calls to a router."""
 
-    def __init__(self, channel: grpc.aio.Channel, metrics: GatewayMetrics, tracer: Tracer = NO_TRACER) -> None:
-        self._metrics = metrics
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        registry: CollectorRegistry,
+        formats: OutputFormats,
+        tracer: Tracer = NO_TRACER,
+    ) -> None:
+        self._router = RouterClient(channel)
+        self._registry = registry
+        self._formats = formats
         self._tracer = tracer
-        self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
-        self._health = health_pb2_grpc.HealthStub(channel)
         self._started_at_s = int(time.time())
         self.is_draining = False
 
-    @property
-    def app(self) -> Starlette:
+    def app(self, metrics: GatewayMetrics) -> Starlette:
         routes = [
             Route(_MODELS, self.list_models, methods=["GET"]),
+            Route(f"{_MODELS}/{{model:path}}", self.get_model, methods=["GET"]),
+            Route(_COMPLETIONS, self.complete, methods=["POST"]),
             Route(_CHAT_COMPLETIONS, self.complete_chat, methods=["POST"]),
-            Route("/health", self.check_health, methods=["GET"]),
+            Route(_TOKENIZE, self.tokenize, methods=["POST"]),
+            Route(_DETOKENIZE, self.detokenize, methods=["POST"]),
+            Route(_HEALTH, self.check_health, methods=["GET"]),
+            Route("/version", self.tell_version, methods=["GET"]),
+            Route(_METRICS, self.tell_metrics, methods=["GET"]),
+            Route("/openapi.json", self.tell_openapi, methods=["GET"]),
         ]
-        counter = Middleware(RequestCounter, self._metrics, routes)
+        access = Middleware(Access, metrics, routes, _PROBES)
         return Starlette(
             routes=routes,
-            middleware=[counter, *self._tracing, Middleware(ClientWatch)],
+            middleware=[*self._tracing, access, Middleware(ClientWatch)],
             exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault},
         )
 
@@ -67,30 +92,72 @@ class Gateway:
         return [Middleware(RequestTracing, self._tracer, _TRACED)] if self._tracer.is_on else []
 
     async def list_models(self, request: Request) -> Response:
-        try:
-            listed = await self._inference.ListModels(
-                inference_pb2.ListModelsRequest(), timeout=UNARY_TIMEOUT_S, metadata=current_span().metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, str) from error
-        names = dict.fromkeys(model.name for model in listed.models)
-        data = [{"id": name, "object": "model", "created": self._started_at_s, "owned_by": "kvern"} for name in names]
-        return JSONResponse({"object": "list", "data": data})
+        return answers.ModelList(object="list", data=await self._models(request)).to_response()
+
+    async def get_model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        for model in await self._models(request):
+            if model.id == name:
+                return model.to_response()
+        raise ApiError(404, f"model: {name} is not served here", "model", "model_not_found")
+
+    async def complete(self, request: Request) -> Response:
+        body = parse(CompletionRequest, await request.body())
+        body.check()
+        record, metadata = record_of(request), metadata_of(request)
+        request_id, record.tally = _identify(record, body), Tally()
+        generates = body.to_generate()
+        for number, generate in enumerate(generates):
+            generate.request_id = request_id if len(generates) == 1 else f"{request_id}-{number}"
+        calls = [
+            self._router.generate(generate, metadata, partial(body.param_in, number))
+            for number, generate in enumerate(generates)
+        ]
+        answer = CompletionAnswer(body, Head(f"cmpl-{request_id}"), record.tally)
+        if body.stream:
+            return EventStream(answer.events(merged(calls)))
+        return (await answer.whole(merged(calls))).to_response()
 
     async def complete_chat(self, request: Request) -> Response:
         body = parse(ChatCompletionRequest, await request.body())
         body.check()
-        responses = self._generate(body)
-        if not body.stream:
-            async with aclosing(responses):
-                return JSONResponse(await completion(responses))
-        # Whatever fails up to here still has a status of its own.
-        first = await anext(responses)
-        return EventStream(chunks(first.started, responses, body.num_choices, include_usage=body.includes_usage))
+        record, metadata = record_of(request), metadata_of(request)
+        generate = body.to_generate(self._formats)
+        generate.request_id, record.tally = _identify(record, body), Tally()
+        responses = self._router.generate(generate, metadata, body.param_of)
+        head = Head(f"chatcmpl-{generate.request_id}")
+        answer = ChatAnswer(body, parser_opener(body, self._formats), head, record.tally)
+        if body.stream:
+            return EventStream(answer.events(responses))
+        return (await answer.whole(responses)).to_response()
+
+    async def tokenize(self, request: Request) -> Response:
+        body = parse_either(TokenizeChatRequest, TokenizeRequest, "messages", await request.body())
+        tokenized = await self._router.tokenize(body.to_proto(), metadata_of(request), body.param_of)
+        return answers.Tokenized(
+            count=len(tokenized.ids), max_model_len=tokenized.max_context, tokens=list(tokenized.ids), token_strs=None
+        ).to_response()
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse(DetokenizeRequest, await request.body())
+        detokenized = await self._router.detokenize(body.to_proto(), metadata_of(request), body.param_of)
+        return answers.Detokenized(prompt=detokenized.text).to_response()
 
     async def check_health(self, request: Request) -> Response:
         is_serving = await self._serves()
-        return JSONResponse({"status": "ok" if is_serving else "unavailable"}, 200 if is_serving else 503)
+        answer = answers.Health(status="ok" if is_serving else "unavailable").to_response()
+        answer.status_code = 200 if is_serving else 503
+        return answer
+
+    async def tell_version(self, request: Request) -> Response:
+        return answers.Version(version=__version__).to_response()
+
+    async def tell_metrics(self, request: Request) -> Response:
+        # Thousands of series take milliseconds, in which the loop would stand still.
+        return Response(await asyncio.to_thread(render, self._registry), media_type=CONTENT_TYPE)
+
+    async def tell_openapi(self, request: Request) -> Response:
+        return Response(describe(), media_type="application/json")
 
     async def watch(self, set_ready: Callable[[bool], None]) -> None:
         """Tell for ever whether requests can be served: they can while the router serves, until the gateway drains."""
@@ -100,24 +167,27 @@ class Gateway:
 
     async def _serves(self) -> bool:
         # In this order: a drain may begin while the router is asked.
-        return await self._router_serves() and not self.is_draining
+        return await self._router.is_serving() and not self.is_draining
 
-    async def _generate(self, body: ChatCompletionRequest) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        try:
-            async with streaming(
-                self._inference.Generate(body.to_generate(), metadata=current_span().metadata)
-            ) as call:
-                async for response in call:
-                    yield response
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, body.param_of) from error
+    async def _models(self, request: Request) -> list[answers.Model]:
+        return [
+            answers.Model(
+                id=model.name,
+                object="model",
+                created=self._started_at_s,
+                owned_by="kvern",
+                max_model_len=model.max_context,
+            )
+            for model in await self._router.list_models(metadata_of(request))
+        ]
 
-    async def _router_serves(self) -> bool:
-        try:
-            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+def _identify(record: RequestRecord, body: GenerationBody) -> str:
+    """Return what the router is to call a request. The body's word is taken as it is."""
+    if body.request_id is None:
+        return record.unique_id
+    record.request_id = body.request_id
+    return body.request_id
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from kvern.services.gateway.errors import ApiError
+from kvern.services.gateway.generation_body import GenerationBody, UInt32
 from kvern.services.gateway.request_body import Body
-from kvern.v1.inference_pb2 import Chat, ChatMessage, Constraint, GenerateRequest, Sampling, Stopping
+from kvern.services.gateway.tools import (
+    MAX_TOOLS,
+    NamedTool,
+    ReplayedCall,
+    Tool,
+    schema_of_arguments,
+    schema_of_calls,
+    tools_json,
+)
+from kvern.v1.inference_pb2 import Chat, ChatMessage, Constraint, GenerateRequest, Output
 
-_UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
+_PROMPT_FIELDS = ("prompt", "text", "token_ids", "chat")
 
-_TokenId = Annotated[int, Field(strict=False, ge=0, lt=2**32)]
-"""As a key: JSON's keys are strings."""
+_RENAMED_ROLES = {"developer": "system"}
+"""OpenAI's name for what templates call otherwise."""
 
-_PROMPT_FIELDS = ("prompt", "text", "token_ids")
-_GROUPS = re.compile(r"^(sampling|stopping|output|chat)\.")
+
+NO_FORMAT = "none"
+"""Where outputs are not searched."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormats:
+    """How models write what is more than content, as `parsing` names it: NO_FORMAT, "auto", or one format's name."""
+
+    tool_calls: str
+    reasoning: str
 
 
 class TextPart(Body):
-    """A typed part of a message's content."""
+    """A typed part of a message's content. Models here read text only."""
 
     type: Literal["text"]
     text: str
@@ -38,16 +57,16 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ReplayedCall] | None = None
     tool_call_id: str | None = None
 
     def to_proto(self) -> ChatMessage:
         return ChatMessage(
-            role=self.role,
+            role=_RENAMED_ROLES.get(self.role, self.role),
             content=self._text(),
             name=self.name or "",
             reasoning_content=self.reasoning_content or "",
-            tool_calls_json=json.dumps(self.tool_calls) if self.tool_calls else "",
+            tool_calls_json=self._tool_calls_json(),
             tool_call_id=self.tool_call_id or "",
         )
 
@@ -55,135 +74,163 @@ class Message(Body):
         # Templates of text models take no parts; they are joined as other servers do it.
         return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
 
-
-class StreamOptions(Body):
-    """How a stream is sent."""
-
-    include_usage: bool | None = None
-
-
-class JsonSchema(Body):
-    """What `response_format` of type json_schema holds. The schema is followed strictly, asked for or not."""
-
-    neutral: ClassVar = {"strict": (None, True, False)}
-
-    name: str
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
+    def _tool_calls_json(self) -> str:
+        if not self.tool_calls:
+            return ""
+        return json.dumps([call.to_json() for call in self.tool_calls], ensure_ascii=False)
 
 
-class ResponseFormat(Body):
-    """What the answer must be."""
+class ChatBody(Body):
+    """A chat as a model's template is given it."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    messages: list[Message]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_generation_prompt: bool | None = None
+    """Default true: end the prompt where the assistant's turn begins."""
+    continue_final_message: bool | None = None
+    """Go on with the last message, which is the assistant's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the template."""
 
-    def to_proto(self) -> Constraint | None:
-        """Raises ApiError where the schema is missing."""
-        match self.type:
-            case "text":
-                return None
-            case "json_object":
-                return Constraint(json_object=True)
-        if self.json_schema is None:
-            field = "response_format.json_schema"
-            raise ApiError(400, f"{field}: Field required", field, "missing_required_parameter")
-        return Constraint(json_schema=json.dumps(self.json_schema.schema_))
+    def to_chat(self) -> Chat:
+        return Chat(
+            messages=[message.to_proto() for message in self.messages],
+            tools_json=tools_json(self.offered_tools) if self.offered_tools else "",
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            template_kwargs_json=self._template_kwargs_json(),
+        )
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return self.tools or []
+
+    def _template_kwargs_json(self) -> str:
+        return json.dumps(self.chat_template_kwargs, ensure_ascii=False) if self.chat_template_kwargs else ""
 
 
-class ChatCompletionRequest(Body):
-    """What a client asks for. Limits are the router's to check, except what a GenerateRequest cannot hold."""
+def param_in_chat(field: str) -> str:
+    """Return what a body calls a field of its Chat."""
+    match field.removeprefix("chat."):
+        case "tools_json":
+            return "tools"
+        case "template_kwargs_json":
+            return "chat_template_kwargs"
+        case name if name in _PROMPT_FIELDS or name.startswith("token_ids"):
+            return "messages"
+        case name:
+            return name.replace("tool_calls_json", "tool_calls")
 
-    neutral: ClassVar = {
+
+class ChatCompletionRequest(GenerationBody, ChatBody):
+    """What a client asks for."""
+
+    neutral: ClassVar = GenerationBody.neutral | {
         "audio": (None,),
+        "echo": (None, False),
         "function_call": (None, "none"),
         "functions": (None, []),
-        "logprobs": (None, False),
-        "metadata": (None, {}),
+        "include_reasoning": (None, True),
         "modalities": (None, ["text"]),
-        "parallel_tool_calls": (None, True, False),
+        "moderation": (None,),
         "prediction": (None,),
-        "reasoning_effort": (None,),
-        "response_format": (None,),
-        "service_tier": (None, "auto", "default"),
-        "store": (None, False),
-        "tool_choice": (None, "none", "auto"),
-        "tools": (None, []),
-        "top_logprobs": (None, 0),
         "verbosity": (None,),
         "web_search_options": (None,),
     }
 
-    messages: list[Message]
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: _UInt32 | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    n: _UInt32 | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[_TokenId, float] | None = None
-    max_tokens: _UInt32 | None = None
-    max_completion_tokens: _UInt32 | None = None
-    stop: str | list[str] | None = None
-    response_format: ResponseFormat | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
-    # Who asks changes nothing in the answer.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    max_completion_tokens: UInt32 | None = None
+    """The same as max_tokens."""
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    """A variable of the template."""
 
     @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
+    def offered_tools(self) -> list[Tool]:
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def forced_tool(self) -> Tool | None:
+        """The tool that must be called, where one is named. Raises ApiError where there is none of the name."""
+        if not isinstance(self.tool_choice, NamedTool):
+            return None
+        name = self.tool_choice.function.name
+        for tool in self.offered_tools:
+            if tool.function.name == name:
+                return tool
+        field = "tool_choice.function.name"
+        raise ApiError(400, f"{field}: no tool is called {name}", field, "invalid_value")
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is calls of tools and nothing else."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def may_call_several(self) -> bool:
+        return self.parallel_tool_calls is not False
 
     def check(self) -> None:
-        """Check fields against each other. Raises ApiError."""
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options: only with stream", "stream_options", "invalid_value")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        super().check()
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             message = "max_completion_tokens: stands in place of max_tokens; give one of them"
             raise ApiError(400, message, "max_completion_tokens", "invalid_value")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs: only with logprobs", "top_logprobs", "invalid_value")
+        self._check_tools()
+
+    def _check_tools(self) -> None:
+        if self.must_call and not self.tools:
+            raise ApiError(400, "tool_choice: only with tools", "tool_choice", "invalid_value")
+        names = [tool.function.name for tool in self.offered_tools]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                field = f"tools[{index}].function.name"
+                raise ApiError(400, f"{field}: another tool is called {name}, too", field, "invalid_value")
+        constraints = super().given_constraints()
+        if names and constraints:
+            # Held to a format, the model could call no tool, and nobody would notice.
+            field = next(iter(constraints))
+            raise ApiError(400, f"{field}: cannot hold where tools may be called", field, "unsupported_parameter")
+
+    def given_constraints(self) -> dict[str, Constraint]:
+        if (tool := self.forced_tool) is not None:
+            return {"tools": schema_of_arguments(tool)}
+        if self.must_call:
+            return {"tools": schema_of_calls(self.offered_tools, in_parallel=self.may_call_several)}
+        return super().given_constraints()
 
     def param_of(self, field: str) -> str:
-        """Return what this request calls a field of its GenerateRequest."""
-        if field.startswith(_PROMPT_FIELDS):
-            return "messages"
-        if field.startswith("constraint"):
-            return "response_format"
         if field == "stopping.max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        return _GROUPS.sub("", field)
+        if field == "output.logprobs":
+            return "top_logprobs"
+        return param_in_chat(super().param_of(field))
 
-    def to_generate(self) -> GenerateRequest:
-        return GenerateRequest(
-            model=self.model or "",
-            chat=Chat(messages=[message.to_proto() for message in self.messages]),
-            sampling=self._sampling(),
-            stopping=self._stopping(),
-            constraint=None if self.response_format is None else self.response_format.to_proto(),
-        )
+    def to_generate(self, formats: OutputFormats) -> GenerateRequest:
+        request = self.without_prompt()
+        request.chat.CopyFrom(self.to_chat())
+        if formats.reasoning != NO_FORMAT:
+            request.output.token_ids = True  # so that those of reasoning can be counted
+        if self.offered_tools and not self.must_call and formats.tool_calls != NO_FORMAT:
+            # What some models begin a call with is a special token.
+            request.output.skip_special_tokens = False
+        return request
 
-    def _sampling(self) -> Sampling:
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=None if self.seed is None else self.seed % 2**64,
-            n=self.n,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias or {},
-        )
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def _stopping(self) -> Stopping:
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return Stopping(max_tokens=max_tokens, stop=[self.stop] if isinstance(self.stop, str) else self.stop)
+    def _output(self) -> Output:
+        output = super()._output()
+        if self.logprobs:
+            output.logprobs = self.top_logprobs or 0
+        return output
+
+    def _template_kwargs_json(self) -> str:
+        if self.reasoning_effort is None:
+            return super()._template_kwargs_json()
+        variables = {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
+        return json.dumps(variables, ensure_ascii=False)

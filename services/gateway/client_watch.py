@@ -1,4 +1,4 @@
-"""Middleware that reads a request's body within a bound and ends its work when its client goes away."""
+"""Middleware that reads a request within bounds and ends its work when its client goes away."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvern.services.gateway.errors import ApiError
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_BODY_S = 60.0
+"""How long a body may take to come, in seconds."""
+
+MAX_HEADERS = 100
+_JSON = "application/json"
 
 
 class ClientGone(Exception):
@@ -20,12 +26,14 @@ class ClientGone(Exception):
 class ClientWatch:
     """Runs each request as a task, which is cancelled at once when the client disconnects."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, max_body_s: float = MAX_BODY_S) -> None:
         self._app = app
+        self._max_body_s = max_body_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await _read_body(receive)
+            _check_headers(scope)
+            body = await self._body(receive)
         except ClientGone:
             return
         except ApiError as error:
@@ -33,8 +41,25 @@ class ClientWatch:
             return
         await _run(self._answer(scope, _replay(body), send), receive)
 
+    async def _body(self, receive: Receive) -> bytes:
+        try:
+            async with asyncio.timeout(self._max_body_s):
+                return await _read_body(receive)
+        except TimeoutError as error:
+            headers = {"Connection": "close"}
+            raise ApiError(408, f"the body took longer than {self._max_body_s:g} s", headers=headers) from error
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+
+def _check_headers(scope: Scope) -> None:
+    if len(scope["headers"]) > MAX_HEADERS:
+        raise ApiError(431, f"a request may have {MAX_HEADERS} headers, this one has {len(scope['headers'])}")
+    content_type = Headers(scope=scope).get("content-type", "")
+    # Of other types, browsers would send what a foreign page asks for without asking us first.
+    if scope["method"] == "POST" and content_type.partition(";")[0].strip().lower() != _JSON:
+        raise ApiError(415, f"Content-Type: must be {_JSON}", "Content-Type", "invalid_value")
 
 
 async def _read_body(receive: Receive) -> bytes:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import error_details_pb2, status_pb2
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
+from kvern.services.gateway.answers import ErrorAnswer, ErrorDetail
 from kvern.services.runtime.interceptors import STATUS_DETAILS_KEY
 
 _HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.UNIMPLEMENTED: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
     grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
@@ -27,6 +30,7 @@ _CODES = {
     "INVALID_ARGUMENT": "invalid_value",
     "UNSUPPORTED": "unsupported_parameter",
     "RESOURCE_EXHAUSTED": "rate_limit_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
 }
 """ErrorInfo.reason to OpenAI's code, where it is not the same in small letters."""
 
@@ -43,12 +47,15 @@ class ApiError(Exception):
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self._type, "param": self.param, "code": self.code}}
+    def body(self) -> ErrorAnswer:
+        return ErrorAnswer(error=ErrorDetail(message=self.message, type=self._type, param=self.param, code=self.code))
 
     @property
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self) -> Response:
+        response = self.body.to_response()
+        response.status_code = self.status
+        response.headers.update(self.headers)
+        return response
 
     @property
     def _type(self) -> str:
@@ -68,7 +75,13 @@ def from_rpc(error: grpc.aio.AioRpcError, param_of: Callable[[str], str | None])
     if error.code() is grpc.StatusCode.UNAVAILABLE and not details.reason:
         message = "the router is away"  # what gRPC says of the connection is of no use to a client
     code = _CODES.get(details.reason, details.reason.lower()) or None
-    return ApiError(_HTTP_STATUS.get(error.code(), 500), message, param, code, details.headers)
+    return ApiError(_status(error.code(), details), message, param, code, details.headers)
+
+
+def _status(code: grpc.StatusCode, details: _Details) -> int:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and not details.reason:
+        return 413  # gRPC itself says so of a message that is too long
+    return _HTTP_STATUS.get(code, 500)
 
 
 class _Details:
@@ -78,6 +91,8 @@ class _Details:
         self.reason = ""
         self.field = ""
         self.headers: dict[str, str] = {}
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            self.headers["WWW-Authenticate"] = "Bearer"
         trailing = dict(error.trailing_metadata() or ())
         packed = trailing.get(STATUS_DETAILS_KEY, b"")
         for detail in status_pb2.Status.FromString(packed).details:

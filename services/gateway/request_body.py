@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, from_json
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, from_json
 
 from kvern.services.gateway.errors import ApiError
 
@@ -14,7 +15,7 @@ from kvern.services.gateway.errors import ApiError
 class Body(BaseModel):
     """Base of what clients send: types are not coerced, and what is not acted on is refused, never ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     neutral: ClassVar[Mapping[str, Sequence[object]]] = {}
     """Further fields, each with the values that ask for nothing: clients may send those."""
@@ -24,10 +25,24 @@ class Body(BaseModel):
     def _drop_neutral(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value not in cls.neutral.get(name, ())}
+        return {name: value for name, value in data.items() if not _is_one_of(value, cls.neutral.get(name, ()))}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
+        for name, values in cls.neutral.items():
+            properties.setdefault(name, {"enum": list(values), "description": "Taken where it asks for nothing."})
+        return schema
+
+
+def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
+    # To Python, 1 is True.
+    return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in neutral)
 
 
 _Body = TypeVar("_Body", bound=Body)
+_Other = TypeVar("_Other", bound=Body)
 
 _CODES = {"extra_forbidden": "unsupported_parameter", "missing": "missing_required_parameter"}
 _MESSAGES = {
@@ -39,12 +54,27 @@ _MESSAGES = {
 
 def parse(kind: type[_Body], content: bytes) -> _Body:
     """Parse a JSON body. Raises ApiError with status 400."""
+    return _validate(kind, _read(content))
+
+
+def parse_either(kind: type[_Body], other: type[_Other], field: str, content: bytes) -> _Body | _Other:
+    """Parse a JSON body of the one kind if it has the field, else of the other. Raises ApiError with status 400."""
+    document = _read(content)
+    return _validate(kind, document) if field in document else _validate(other, document)
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    # This parser refuses half a surrogate pair, which no tokenizer takes, and more than 200 levels.
     try:
         document = from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise ApiError(400, "the body must be a JSON object")
+    return document
+
+
+def _validate(kind: type[_Body], document: dict[str, Any]) -> _Body:
     try:
         return kind.model_validate(document)
     except ValidationError as error:

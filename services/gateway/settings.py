@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from kvern.services.runtime.settings import Addresses, ServiceSettings, check_tcp_address
@@ -15,6 +17,13 @@ class GatewaySettings(ServiceSettings):
 
     router: str = Field(min_length=1)
     """Address of the router: unix:/path or host:port."""
+
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"
+    """How models write tool calls. auto goes by whichever marker comes; none leaves them in the text."""
+
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    """How models write reasoning. auto: from <think> to </think>; think: likewise, and answers begin in it, as where
+    the chat template writes <think>; none leaves it in the text."""
 
     @field_validator("listen")
     @classmethod

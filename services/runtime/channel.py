@@ -25,6 +25,9 @@ MIN_PING_INTERVAL_S = 10
 MAX_CONNECTION_AGE_S = 300
 """A connection is asked to go after this long, so that clients find new servers. Its streams run to their end."""
 
+MAX_AUTHORIZATION_BYTES = 8 * 1024
+"""Longest `authorization` that a call may bring."""
+
 _ROUND_ROBIN = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
 
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
@@ -48,6 +51,8 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_S * 1000),
     ("grpc.max_connection_age_ms", MAX_CONNECTION_AGE_S * 1000),
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    # gRPC's own bound, 8 KiB for all metadata together, would refuse long tokens at random.
+    ("grpc.max_metadata_size", 2 * MAX_AUTHORIZATION_BYTES),
     # A second process on a port must fail, not share its calls.
     ("grpc.so_reuseport", 0),
 ]

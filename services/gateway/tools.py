@@ -1,0 +1,120 @@
+"""Tools that a chat may call: what is told to the model, what it must answer, and calls that are replayed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from kvern.services.gateway.request_body import Body
+from kvern.v1.inference_pb2 import Constraint
+
+MAX_TOOLS = 128
+
+
+class FunctionDefinition(Body):
+    """A function as the model is told of it."""
+
+    neutral: ClassVar = {"strict": (None, True, False)}
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the arguments."""
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """What arguments must match: always an object."""
+        return {"type": "object", **(self.parameters or {"properties": {}, "additionalProperties": False})}
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Body):
+    """A function that was called, and with what."""
+
+    name: str
+    arguments: str | dict[str, Any]
+    """JSON text of an object, or the object."""
+
+
+class ReplayedCall(Body):
+    """A call that an earlier answer made."""
+
+    neutral: ClassVar = {"index": tuple(range(MAX_TOOLS))}  # of a stream's deltas
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as templates know it: arguments as text, which the tokenizer makes an object for all of them."""
+        arguments = self.function.arguments
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        function = {"name": self.function.name, "arguments": arguments.strip() or "{}"}
+        call = {"type": self.type, "function": function}
+        return call if self.id is None else {"id": self.id, **call}
+
+
+def tools_json(tools: Sequence[Tool]) -> str:
+    """Return the tools as templates know them."""
+    return json.dumps([tool.model_dump(exclude_unset=True) for tool in tools], ensure_ascii=False)
+
+
+def schema_of_arguments(tool: Tool) -> Constraint:
+    """Constrain an output to the arguments of one tool."""
+    return Constraint(json_schema=json.dumps(tool.function.schema_of_arguments))
+
+
+def schema_of_calls(tools: Sequence[Tool], *, in_parallel: bool) -> Constraint:
+    """Constrain an output to a list of calls, one at least: `[{"name": ..., "parameters": {...}}]`."""
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": [_schema_of_call(index, tool) for index, tool in enumerate(tools)]},
+    }
+    if not in_parallel:
+        schema["maxItems"] = 1
+    return Constraint(json_schema=json.dumps(schema))
+
+
+def _schema_of_call(index: int, tool: Tool) -> dict[str, Any]:
+    parameters = _moved(tool.function.schema_of_arguments, f"#/items/anyOf/{index}/properties/parameters")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references within itself hold where it is put."""
+    if isinstance(schema, dict):
+        moved = {key: _moved(value, place) for key, value in schema.items()}
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            moved["$ref"] = place + reference[1:]
+        return moved
+    return [_moved(item, place) for item in schema] if isinstance(schema, list) else schema
