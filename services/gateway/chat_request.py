@@ -57,6 +57,8 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    parsed: object = None
+    """OpenAI's client sends back what it made of the content."""
     tool_calls: list[ReplayedCall] | None = None
     tool_call_id: str | None = None
 

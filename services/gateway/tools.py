@@ -56,6 +56,8 @@ class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any]
     """JSON text of an object, or the object."""
+    parsed_arguments: object = None
+    """OpenAI's client sends back what it made of the arguments."""
 
 
 class ReplayedCall(Body):
