@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from kvern.services.gateway.errors import ApiError
-from kvern.services.gateway.generation_body import GenerationBody, UInt32
+from kvern.services.gateway.generation_body import GenerationBody, NumLogprobs, UInt32
 from kvern.services.gateway.request_body import Body
 from kvern.services.gateway.tools import (
     MAX_TOOLS,
@@ -53,7 +53,7 @@ class Message(Body):
     # Clients send back what they were answered, its empty fields included.
     neutral: ClassVar = {"annotations": (None, []), "audio": (None,), "function_call": (None,), "refusal": (None,)}
 
-    role: str
+    role: str = Field(min_length=1)
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -73,8 +73,13 @@ class Message(Body):
         )
 
     def _text(self) -> str | None:
-        # Templates of text models take no parts; they are joined as other servers do it.
-        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        if isinstance(self.content, list):
+            # Templates of text models take no parts; they are joined as other servers do it.
+            return "\n".join(part.text for part in self.content)
+        if self.content is None and self.role == "assistant":
+            # An answer that was calls and nothing else; many templates take no message without content.
+            return ""
+        return self.content
 
     def _tool_calls_json(self) -> str:
         if not self.tool_calls:
@@ -85,7 +90,7 @@ class Message(Body):
 class ChatBody(Body):
     """A chat as a model's template is given it."""
 
-    messages: list[Message]
+    messages: list[Message] = Field(min_length=1)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     """Default true: end the prompt where the assistant's turn begins."""
@@ -144,7 +149,7 @@ class ChatCompletionRequest(GenerationBody, ChatBody):
     max_completion_tokens: UInt32 | None = None
     """The same as max_tokens."""
     logprobs: bool | None = None
-    top_logprobs: UInt32 | None = None
+    top_logprobs: NumLogprobs | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

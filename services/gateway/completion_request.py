@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import Discriminator, Field, Tag
 
 from kvern.services.gateway.errors import ApiError
-from kvern.services.gateway.generation_body import GenerationBody, UInt32
+from kvern.services.gateway.generation_body import GenerationBody, NumLogprobs, UInt32
 from kvern.v1.inference_pb2 import GenerateRequest, Output, TokenIds
 
 DEFAULT_MAX_TOKENS = 16
@@ -18,6 +18,7 @@ MAX_PROMPTS = 128
 MAX_CHOICES_OF_ALL = 512
 """Choices of all prompts together."""
 
+Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[UInt32], Field(min_length=1, fail_fast=True)]
 Prompt = str | list[int]
 
@@ -38,15 +39,15 @@ class CompletionRequest(GenerationBody):
     neutral: ClassVar = GenerationBody.neutral | {"suffix": (None, "")}
 
     prompt: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("texts")]
         | Annotated[Ids, Tag("token ids")]
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True), Tag("lists of token ids")],
         Discriminator(_kind_of),
     ]
     echo: bool | None = None
     """Begin with the prompt."""
-    logprobs: UInt32 | None = None
+    logprobs: NumLogprobs | None = None
     """How many most likely tokens to tell of at each position, beside the sampled one."""
     best_of: int | None = None
     """Must be `n`, if given."""

@@ -11,13 +11,17 @@ from kvern.services.gateway.access import REQUEST_ID_PATTERN
 from kvern.services.gateway.constraints import Given, ResponseFormat, StructuredOutputs, the_one_of
 from kvern.services.gateway.errors import ApiError
 from kvern.services.gateway.request_body import Body
-from kvern.services.runtime.validate import MAX_CHOICES
+from kvern.services.runtime.validate import MAX_CHOICES, MAX_LOGPROBS, MAX_NAME_CHARS, MAX_STOP_CHARS
 from kvern.v1.inference_pb2 import Cache, Constraint, GenerateRequest, Output, Sampling, Stopping
 
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 
 TokenIdKey = Annotated[int, Field(strict=False, ge=0, lt=2**32)]
 """As a key: JSON's keys are strings."""
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
 _RENAMED = {
@@ -40,7 +44,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What a client asks for. Limits are the router's to check, except what a GenerateRequest cannot hold."""
+    """What a client asks for. What depends on other fields or on the model is the router's to check."""
 
     neutral: ClassVar = {
         "detokenize": (None, True),
@@ -57,7 +61,7 @@ class GenerationBody(Body):
         "use_beam_search": (None, False),
     }
 
-    model: str | None = None
+    model: Name | None = None
     """May be left out where one model is served."""
     request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN}$")] | None = None
     """Unique among the requests in flight. Header X-Request-Id names a request too, and may repeat."""
@@ -65,22 +69,22 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
     top_k: Annotated[int, Field(ge=-1, lt=2**32)] | None = None
     """0 and -1 are all tokens."""
-    min_p: float | None = None
+    min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[TokenIdKey, float] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0)
+    logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: list[UInt32] | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
 
     max_tokens: UInt32 | None = None
     min_tokens: UInt32 | None = None
-    stop: str | list[str] | None = None
+    stop: StopString | list[StopString] | None = None
     stop_token_ids: list[UInt32] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -88,13 +92,13 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     """Whether the tokenizer's own go before the prompt. Default: for texts; a chat's template writes them."""
-    truncate_prompt_tokens: UInt32 | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     """Keep only this many tokens of the prompt, the last ones."""
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     """Only requests of the same salt share cached prefixes."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     """Lower runs earlier, where the engines' policy is priority."""
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Name | None = None
     """Requests of one key prefer one replica."""
 
     response_format: ResponseFormat | None = None

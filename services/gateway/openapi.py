@@ -141,8 +141,7 @@ def _schemas() -> dict[str, Any]:
 def _describe(path: str, operation: _Operation) -> dict[str, Any]:
     content = _content(operation.answer)
     if operation.event is not None:
-        # Each event is one of these; the last is [DONE], and lines that begin with a colon are comments.
-        content["text/event-stream"] = {"schema": {"type": "string", "contentSchema": _ref(operation.event)}}
+        content["text/event-stream"] = {"schema": _event(operation.event)}
     described: dict[str, Any] = {
         "operationId": path.strip("/").replace("/", "_").replace(".", "_").replace("{", "").replace("}", ""),
         "summary": operation.summary,
@@ -153,6 +152,13 @@ def _describe(path: str, operation: _Operation) -> dict[str, Any]:
     if operation.parameters:
         described["parameters"] = [_parameter(name) for name in operation.parameters]
     return described
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """Describe one event of a stream. Lines that begin with a colon are comments."""
+    object_ = {"contentMediaType": _JSON, "contentSchema": _any_of((chunk, answers.ErrorAnswer))}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, object_]}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _parameter(name: str) -> dict[str, Any]:

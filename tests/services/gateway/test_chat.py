@@ -110,7 +110,7 @@ async def test_chat_request_reaches_router_whole(setup: Setup) -> None:
     assert request.model == "tiny"
     assert (system.HasField("content"), system.content) == (True, "")
     assert (user.role, user.content, user.name) == ("user", "a\nb", "me")
-    assert (assistant.HasField("content"), json.loads(assistant.tool_calls_json)) == (False, [call])
+    assert (assistant.HasField("content"), json.loads(assistant.tool_calls_json)) == (True, [call])
     assert assistant.reasoning_content == "why"
     assert (tool.content, tool.tool_call_id) == ("4", "1")
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0, 0.5, 3)

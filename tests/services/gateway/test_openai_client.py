@@ -163,7 +163,8 @@ def test_required_call_is_streamed_and_its_replay_is_answered(api: openai.OpenAI
         jsonschema.validate(arguments, WEATHER)
     else:
         assert (call.function.name, arguments) == ("time", {})
-    replay: Any = [*ROME, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny, noon"}]
+    said = {**choice.message.to_dict(), "content": None}  # as it is where nothing was streamed
+    replay: Any = [*ROME, said, {"role": "tool", "tool_call_id": call.id, "content": "sunny, noon"}]
     answer = api.chat.completions.create(model=MODEL, messages=replay, tools=TOOLS, max_tokens=2)
     assert answer.choices[0].finish_reason == "length"
 
