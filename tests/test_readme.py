@@ -56,6 +56,14 @@ def test_curl_example_answers(running_set: UpProcess) -> None:
     assert "Paris" in response.json()["choices"][0]["message"]["content"]
 
 
+def test_openai_example_calls_the_tool(running_set: UpProcess) -> None:
+    program = example("python", "import OpenAI").replace(HTTP_ADDRESS, running_set.http)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "name='weather'" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^\$ kvern (\w+)", README, re.MULTILINE))))
 def test_command_of_readme_exists(command: str) -> None:
     done = subprocess.run(

@@ -71,8 +71,10 @@ class ScriptedServer:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_workload_on_a_real_set_counts_and_times_every_token(running_set: UpProcess) -> None:
-    measured = measure(f"grpc://{running_set.listen}", "prefix", 1, CLOSED_LOOP)
+@pytest.mark.parametrize("door", ["grpc", "http"])
+def test_workload_on_a_real_set_counts_and_times_every_token(running_set: UpProcess, door: str) -> None:
+    address = running_set.listen if door == "grpc" else running_set.http
+    measured = measure(f"{door}://{address}", "prefix", 1, CLOSED_LOOP)
     assert measured.workload == "prefix"
     assert measured.tok_s > 0
     assert 0 < measured.ttft_p50 <= measured.ttft_p99

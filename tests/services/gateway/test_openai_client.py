@@ -19,9 +19,10 @@ FRANCE: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is
 ROME: list[ChatCompletionMessageParam] = [{"role": "user", "content": "How is the weather in Rome, and the time?"}]
 WEATHER = {
     "type": "object",
-    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {"city": {"$ref": "#/$defs/City"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
     "required": ["city", "days"],
     "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
 }
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": WEATHER}},
