@@ -120,8 +120,10 @@ async def test_authorization_goes_with_every_call(setup: Setup) -> None:
         await setup.client.get("/v1/models", headers=headers),
         await setup.client.get("/v1/models/tiny", headers=headers),
     ]
-    assert [response.status_code for response in responses] == [200] * 5
-    assert setup.router.authorizations == [token] * 5
+    # Many times, because gRPC refuses what is a little over its bound for metadata at random.
+    responses += [await setup.client.get("/v1/models", headers=headers) for _ in range(95)]
+    assert {response.status_code for response in responses} == {200}
+    assert setup.router.authorizations == [token] * 100
     await setup.client.get("/v1/models")
     assert setup.router.authorizations[-1] is None
 

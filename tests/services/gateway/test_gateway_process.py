@@ -40,6 +40,12 @@ def test_listen_address_of_wrong_form_is_refused_by_name(address: str) -> None:
         GatewaySettings.load(["--listen", address, "--router", "unix:/x"], prog="gateway", environ={})
 
 
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_parser_that_does_not_exist_is_refused_by_name(flag: str) -> None:
+    with pytest.raises(SettingsError, match=flag.strip("-").replace("-", "_")):
+        GatewaySettings.load(["--listen", "x:1", "--router", "unix:/x", flag, "xml"], prog="gateway", environ={})
+
+
 async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, listen: str) -> None:
     """E13, at the HTTP door: first it is not healthy, and takes no connection only after that."""
     may_finish = asyncio.Event()

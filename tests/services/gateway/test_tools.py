@@ -8,8 +8,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from kvern.services.gateway.chat_request import ChatCompletionRequest, Message, OutputFormats
+from kvern.services.gateway.chat_response import parser_opener
 from kvern.services.gateway.forced_calls import ListedCalls
-from kvern.services.gateway.parsing import ToolCallArguments, ToolCallBegins
+from kvern.services.gateway.parsing import Content, ToolCallArguments, ToolCallBegins
 from kvern.services.gateway.tools import FunctionDefinition, Tool, schema_of_arguments, schema_of_calls
 
 TREE = {
@@ -59,6 +61,19 @@ def test_schema_of_calls_that_may_not_be_parallel_has_room_for_one() -> None:
 
 def test_schema_of_arguments_is_an_object_s() -> None:
     assert json.loads(schema_of_arguments(tool("a", {"properties": {}})).json_schema)["type"] == "object"
+
+
+@pytest.mark.parametrize("tool_format", ["none", "hermes"])
+def test_output_is_searched_in_the_format_that_is_set(tool_format: str) -> None:
+    body = ChatCompletionRequest(messages=[Message(role="user", content="x")], tools=TOOLS)
+    formats = OutputFormats(tool_format, "none")
+    is_searched = tool_format != "none"
+    assert body.to_generate(formats).output.HasField("skip_special_tokens") is is_searched
+    parser = parser_opener(body, formats)()
+    text = '<tool_call>{"name": "none", "arguments": {}}</tool_call>'
+    pieces = [*parser.push(text), *parser.finish()]
+    assert (pieces[0] == ToolCallBegins(0, "none")) is is_searched
+    assert (pieces == [Content(text)]) is not is_searched
 
 
 @pytest.mark.parametrize("space", ["", " ", "\n  "])
