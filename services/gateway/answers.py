@@ -11,7 +11,8 @@ from starlette.responses import Response
 class Answer(BaseModel):
     """Base of what is answered. What is not set is left out."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    # Errors are logged, and may not tell what a model said.
+    model_config = ConfigDict(use_attribute_docstrings=True, hide_input_in_errors=True)
 
     def to_response(self) -> Response:
         return Response(self.model_dump_json(exclude_unset=True), media_type="application/json")

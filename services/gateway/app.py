@@ -102,7 +102,7 @@ class Gateway:
         raise ApiError(404, f"model: {name} is not served here", "model", "model_not_found")
 
     async def complete(self, request: Request) -> Response:
-        body = parse(CompletionRequest, await request.body())
+        body = await parse(CompletionRequest, request)
         body.check()
         record, metadata = record_of(request), metadata_of(request)
         request_id, record.tally = _identify(record, body), Tally()
@@ -119,7 +119,7 @@ class Gateway:
         return (await answer.whole(merged(calls))).to_response()
 
     async def complete_chat(self, request: Request) -> Response:
-        body = parse(ChatCompletionRequest, await request.body())
+        body = await parse(ChatCompletionRequest, request)
         body.check()
         record, metadata = record_of(request), metadata_of(request)
         generate = body.to_generate(self._formats)
@@ -132,14 +132,14 @@ class Gateway:
         return (await answer.whole(responses)).to_response()
 
     async def tokenize(self, request: Request) -> Response:
-        body = parse_either(TokenizeChatRequest, TokenizeRequest, "messages", await request.body())
+        body = await parse_either(TokenizeChatRequest, TokenizeRequest, "messages", request)
         tokenized = await self._router.tokenize(body.to_proto(), metadata_of(request), body.param_of)
         return answers.Tokenized(
             count=len(tokenized.ids), max_model_len=tokenized.max_context, tokens=list(tokenized.ids), token_strs=None
         ).to_response()
 
     async def detokenize(self, request: Request) -> Response:
-        body = parse(DetokenizeRequest, await request.body())
+        body = await parse(DetokenizeRequest, request)
         detokenized = await self._router.detokenize(body.to_proto(), metadata_of(request), body.param_of)
         return answers.Detokenized(prompt=detokenized.text).to_response()
 

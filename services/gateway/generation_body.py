@@ -24,6 +24,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 _GROUPS = re.compile(r"^(sampling|stopping|output)\.")
+_BIAS = re.compile(r"^logit_bias\[(\d+)\]")
 _RENAMED = {
     "cache.salt": "cache_salt",
     "keep_last_tokens": "truncate_prompt_tokens",
@@ -135,7 +136,7 @@ class GenerationBody(Body):
         """Return what this request calls a field of its GenerateRequest."""
         if field.startswith("constraint"):
             return next(iter(self.given_constraints()), field)
-        return _RENAMED.get(field) or _GROUPS.sub("", field)
+        return _RENAMED.get(field) or _BIAS.sub(r"logit_bias.\1", _GROUPS.sub("", field))
 
     def given_constraints(self) -> dict[str, Constraint]:
         """Return what the output must match, by the field that says so. Raises ApiError for what is incomplete."""

@@ -15,12 +15,11 @@ from kvern.services.gateway import answers
 from kvern.services.gateway.chat_request import ChatCompletionRequest
 from kvern.services.gateway.client_watch import MAX_BODY_BYTES
 from kvern.services.gateway.completion_request import CompletionRequest
+from kvern.services.gateway.request_body import JSON
 from kvern.services.gateway.tokenize_request import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from kvern.version import __version__
 
 _REF = "#/components/schemas/{model}"
-_JSON = "application/json"
-
 _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     408: "The body took too long to come.",
@@ -148,7 +147,7 @@ def _describe(path: str, operation: _Operation) -> dict[str, Any]:
         "responses": {"200": _response("Done.", content), **_errors(operation)},
     }
     if operation.bodies:
-        described["requestBody"] = {"required": True, "content": {_JSON: {"schema": _any_of(operation.bodies)}}}
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": _any_of(operation.bodies)}}}
     if operation.parameters:
         described["parameters"] = [_parameter(name) for name in operation.parameters]
     return described
@@ -156,7 +155,7 @@ def _describe(path: str, operation: _Operation) -> dict[str, Any]:
 
 def _event(chunk: type[BaseModel]) -> dict[str, Any]:
     """Describe one event of a stream. Lines that begin with a colon are comments."""
-    object_ = {"contentMediaType": _JSON, "contentSchema": _any_of((chunk, answers.ErrorAnswer))}
+    object_ = {"contentMediaType": JSON, "contentSchema": _any_of((chunk, answers.ErrorAnswer))}
     data = {"type": "string", "anyOf": [{"const": "[DONE]"}, object_]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
@@ -176,7 +175,7 @@ def _response(description: str, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(answer: type[BaseModel] | str) -> dict[str, Any]:
-    return {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {_JSON: {"schema": _ref(answer)}}
+    return {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {JSON: {"schema": _ref(answer)}}
 
 
 def _any_of(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:

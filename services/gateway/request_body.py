@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, from_json
+from starlette.requests import Request
 
 from kvern.services.gateway.errors import ApiError
 
@@ -41,6 +42,8 @@ def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
     return any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in neutral)
 
 
+JSON = "application/json"
+
 _Body = TypeVar("_Body", bound=Body)
 _Other = TypeVar("_Other", bound=Body)
 
@@ -52,21 +55,24 @@ _MESSAGES = {
 }
 
 
-def parse(kind: type[_Body], content: bytes) -> _Body:
-    """Parse a JSON body. Raises ApiError with status 400."""
-    return _validate(kind, _read(content))
+async def parse(kind: type[_Body], request: Request) -> _Body:
+    """Parse a JSON body. Raises ApiError with status 400 or 415."""
+    return _validate(kind, await _read(request))
 
 
-def parse_either(kind: type[_Body], other: type[_Other], field: str, content: bytes) -> _Body | _Other:
-    """Parse a JSON body of the one kind if it has the field, else of the other. Raises ApiError with status 400."""
-    document = _read(content)
+async def parse_either(kind: type[_Body], other: type[_Other], field: str, request: Request) -> _Body | _Other:
+    """Parse a JSON body of the one kind if it has the field, else of the other. Raises ApiError likewise."""
+    document = await _read(request)
     return _validate(kind, document) if field in document else _validate(other, document)
 
 
-def _read(content: bytes) -> dict[str, Any]:
+async def _read(request: Request) -> dict[str, Any]:
+    # Of other types, browsers would send what a foreign page asks for without asking us first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+        raise ApiError(415, f"Content-Type: must be {JSON}", "Content-Type", "invalid_value")
     # This parser refuses half a surrogate pair, which no tokenizer takes, and more than 200 levels.
     try:
-        document = from_json(content, allow_inf_nan=False)
+        document = from_json(await request.body(), allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(document, dict):

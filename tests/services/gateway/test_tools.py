@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kvern.services.gateway.chat_request import ChatCompletionRequest, Message, OutputFormats
+from kvern.services.gateway.chat_request import ChatCompletionRequest, OutputFormats
 from kvern.services.gateway.chat_response import parser_opener
 from kvern.services.gateway.forced_calls import ListedCalls
 from kvern.services.gateway.parsing import Content, ToolCallArguments, ToolCallBegins
@@ -65,7 +65,8 @@ def test_schema_of_arguments_is_an_object_s() -> None:
 
 @pytest.mark.parametrize("tool_format", ["none", "hermes"])
 def test_output_is_searched_in_the_format_that_is_set(tool_format: str) -> None:
-    body = ChatCompletionRequest(messages=[Message(role="user", content="x")], tools=TOOLS)
+    tools = [each.model_dump() for each in TOOLS]
+    body = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "tools": tools})
     formats = OutputFormats(tool_format, "none")
     is_searched = tool_format != "none"
     assert body.to_generate(formats).output.HasField("skip_special_tokens") is is_searched
