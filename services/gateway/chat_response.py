@@ -13,7 +13,7 @@ from kvern.services.gateway.answers import ChatCompletion
 from kvern.services.gateway.chat_request import ChatCompletionRequest, OutputFormats
 from kvern.services.gateway.event_stream import ChunkWriter
 from kvern.services.gateway.finish_reason import finish_reason
-from kvern.services.gateway.forced_calls import ListedCalls, NamedCall
+from kvern.services.gateway.forced_calls import NamedCall, open_listed_calls
 from kvern.services.gateway.head import Head
 from kvern.services.gateway.parsing import (
     Content,
@@ -36,9 +36,9 @@ def parser_opener(body: ChatCompletionRequest, formats: OutputFormats) -> Callab
     """Return what opens a parser for each choice of an answer."""
     if (tool := body.forced_tool) is not None:
         return lambda: NamedCall(tool.function.name)
-    if body.must_call:
-        return ListedCalls
     tools = [tool.function.name for tool in body.offered_tools]
+    if body.must_call:
+        return lambda: open_listed_calls(tools)
     return lambda: open_parser(tools=tools, tool_format=formats.tool_calls, reasoning_format=formats.reasoning)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvern.services.gateway.chat_request import ChatCompletionRequest, OutputFormats
 from kvern.services.gateway.chat_response import parser_opener
-from kvern.services.gateway.forced_calls import ListedCalls
+from kvern.services.gateway.forced_calls import open_listed_calls
 from kvern.services.gateway.parsing import Content, ToolCallArguments, ToolCallBegins
 from kvern.services.gateway.tools import FunctionDefinition, Tool, schema_of_arguments, schema_of_calls
 
@@ -86,7 +86,7 @@ def test_listed_calls_are_read_however_they_are_spaced_and_cut(space: str, size:
         for each in arguments
     ]
     text = f"[{space}" + f"{space},{space}".join(objects) + f"{space}]"
-    reader = ListedCalls()
+    reader = open_listed_calls(["f1"])
     pieces = [piece for start in range(0, len(text), size) for piece in reader.push(text[start : start + size])]
     assert [piece.name for piece in pieces if isinstance(piece, ToolCallBegins)] == ["f1"] * 3
     told = ["", "", ""]
