@@ -109,6 +109,9 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
         # Another service's verdict, passed on with its details.
         details_of = [item for item in error.trailing_metadata() or () if item[0] == STATUS_DETAILS_KEY]
         await context.abort(error.code(), error.details() or "", (*metadata, *details_of))
+    if isinstance(error, NotImplementedError):
+        # What generated code raises where a servicer leaves a method out, as the health library's does.
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented", metadata)
     _log.error("call failed", method=method, exc_info=error)
     await context.abort(
         grpc.StatusCode.INTERNAL, f"{type(error).__name__} in {method}; the service's log has more", metadata

@@ -180,7 +180,11 @@ def _any_message(descriptor: Descriptor, depth: int = 0, max_fields: int | None 
 def _fill(message: Message, field: FieldDescriptor, value: Any) -> None:
     held = getattr(message, field.name)
     if _is_map(field):
-        held.update(value)
+        for key, item in value.items():
+            if isinstance(item, Message):
+                held[key].CopyFrom(item)
+            else:
+                held[key] = item
     elif field.is_repeated:
         held.extend(value)
     elif field.message_type:

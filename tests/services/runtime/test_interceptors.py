@@ -222,6 +222,12 @@ async def test_request_that_is_no_message_is_an_invalid_argument(
     )
 
 
+async def test_method_that_a_servicer_leaves_out_is_unimplemented(channel: grpc.aio.Channel) -> None:
+    listing = health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest(), timeout=TIMEOUT_S)
+    failed = await failure(listing)
+    assert failed.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 async def test_stream_with_something_that_is_no_message_ends_as_an_invalid_argument(
     channel: grpc.aio.Channel, peer: Peer
 ) -> None:
