@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from kvern.services.gateway import answers
 from kvern.services.gateway.access import Access, RequestRecord, record_of
-from kvern.services.gateway.chat_request import ChatCompletionRequest, OutputFormats
+from kvern.services.gateway.chat_request import NO_FORMAT, ChatCompletionRequest, OutputFormats
 from kvern.services.gateway.chat_response import ChatAnswer, parser_opener
 from kvern.services.gateway.client_watch import ClientWatch
 from kvern.services.gateway.completion_request import CompletionRequest
@@ -30,9 +30,10 @@ from kvern.services.gateway.head import Head
 from kvern.services.gateway.merge import merged
 from kvern.services.gateway.metrics import GatewayMetrics
 from kvern.services.gateway.openapi import describe
+from kvern.services.gateway.reasoning_probe import ReasoningProbe
 from kvern.services.gateway.request_body import parse, parse_either
 from kvern.services.gateway.request_tracing import RequestTracing
-from kvern.services.gateway.router_client import RouterClient, metadata_of
+from kvern.services.gateway.router_client import Metadata, RouterClient, metadata_of
 from kvern.services.gateway.tokenize_request import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from kvern.services.gateway.usage import Tally
 from kvern.services.runtime.metrics import CONTENT_TYPE, render
@@ -61,6 +62,7 @@ class Gateway:
         tracer: Tracer = NO_TRACER,
     ) -> None:
         self._router = RouterClient(channel)
+        self._probe = ReasoningProbe(self._router)
         self._registry = registry
         self._formats = formats
         self._tracer = tracer
@@ -125,8 +127,10 @@ class Gateway:
         generate = body.to_generate(self._formats)
         generate.request_id, record.tally = _identify(record, body), Tally()
         responses = self._router.generate(generate, metadata, body.param_of)
-        head = Head(f"chatcmpl-{generate.request_id}")
-        answer = ChatAnswer(body, parser_opener(body, self._formats), head, record.tally)
+        open_parser = parser_opener(
+            body, self._formats, begins_in_reasoning=await self._begins_in_reasoning(body, metadata)
+        )
+        answer = ChatAnswer(body, open_parser, Head(f"chatcmpl-{generate.request_id}"), record.tally)
         if body.stream:
             return EventStream(answer.events(responses))
         return (await answer.whole(responses)).to_response()
@@ -168,6 +172,11 @@ class Gateway:
     async def _serves(self) -> bool:
         # In this order: a drain may begin while the router is asked.
         return await self._router.is_serving() and not self.is_draining
+
+    async def _begins_in_reasoning(self, body: ChatCompletionRequest, metadata: Metadata) -> bool:
+        if self._formats.reasoning == NO_FORMAT or body.must_call:
+            return False
+        return await self._probe.begins_in_reasoning(body, metadata)
 
     async def _models(self, request: Request) -> list[answers.Model]:
         return [

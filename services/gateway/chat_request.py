@@ -105,7 +105,7 @@ class ChatBody(Body):
             tools_json=tools_json(self.offered_tools) if self.offered_tools else "",
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
-            template_kwargs_json=self._template_kwargs_json(),
+            template_kwargs_json=self.template_kwargs_json,
         )
 
     @property
@@ -113,7 +113,8 @@ class ChatBody(Body):
         """The tools that the model is told of."""
         return self.tools or []
 
-    def _template_kwargs_json(self) -> str:
+    @property
+    def template_kwargs_json(self) -> str:
         return json.dumps(self.chat_template_kwargs, ensure_ascii=False) if self.chat_template_kwargs else ""
 
 
@@ -236,8 +237,9 @@ class ChatCompletionRequest(GenerationBody, ChatBody):
             output.logprobs = self.top_logprobs or 0
         return output
 
-    def _template_kwargs_json(self) -> str:
+    @property
+    def template_kwargs_json(self) -> str:
         if self.reasoning_effort is None:
-            return super()._template_kwargs_json()
+            return super().template_kwargs_json
         variables = {"reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
         return json.dumps(variables, ensure_ascii=False)

@@ -32,14 +32,21 @@ _ID_LENGTH = 9
 """Of a tool call's id. Templates of some models (Mistral's) take no other length when it is replayed."""
 
 
-def parser_opener(body: ChatCompletionRequest, formats: OutputFormats) -> Callable[[], OutputParser]:
+def parser_opener(
+    body: ChatCompletionRequest, formats: OutputFormats, *, begins_in_reasoning: bool = False
+) -> Callable[[], OutputParser]:
     """Return what opens a parser for each choice of an answer."""
     if (tool := body.forced_tool) is not None:
         return lambda: NamedCall(tool.function.name)
     tools = [tool.function.name for tool in body.offered_tools]
     if body.must_call:
         return lambda: open_listed_calls(tools)
-    return lambda: open_parser(tools=tools, tool_format=formats.tool_calls, reasoning_format=formats.reasoning)
+    return lambda: open_parser(
+        tools=tools,
+        tool_format=formats.tool_calls,
+        reasoning_format=formats.reasoning,
+        begins_in_reasoning=begins_in_reasoning,
+    )
 
 
 class _Choice:

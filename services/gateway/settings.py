@@ -22,8 +22,8 @@ class GatewaySettings(ServiceSettings):
     """How models write tool calls. auto goes by whichever marker comes; none leaves them in the text."""
 
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
-    """How models write reasoning. auto: from <think> to </think>; think: likewise, and answers begin in it, as where
-    the chat template writes <think>; none leaves it in the text."""
+    """How models write reasoning. auto: from <think>, which the chat template may write, to </think>; think: likewise,
+    and all answers begin in it; none leaves it in the text."""
 
     @field_validator("listen")
     @classmethod

@@ -127,7 +127,8 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         self._note(context)
         self.tokenized.append(request)
-        return TokenizeResponse(ids=request.text.encode() or b"chat", max_context=99)
+        opening = "<think>\n" if "thinking" in request.chat.template_kwargs_json else ""
+        return TokenizeResponse(ids=request.text.encode() or f"chat{opening}".encode(), max_context=99)
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         self._note(context)

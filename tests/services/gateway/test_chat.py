@@ -9,7 +9,7 @@ import pytest
 from kvern.v1 import inference_pb2
 
 from .scripted_router import SCHEDULED, STARTED, delta, finished, logprob, responds, says
-from .setup import Setup
+from .setup import USER, Setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -178,6 +178,20 @@ async def test_chat_reasoning_is_a_part_of_its_own_and_its_tokens_are_counted(se
     deltas = await setup.deltas()
     assert "".join(each.get("reasoning_content", "") for each in deltas).strip() == "hm so"
     assert "".join(each.get("content", "") for each in deltas) == "4"
+
+
+async def test_chat_whose_template_opens_reasoning_is_answered_from_within(setup: Setup) -> None:
+    setup.router.behaviour = says("hm</think>4", size=3)
+    variables = {"thinking": True}
+    for _ in range(2):
+        message = await setup.message(chat_template_kwargs=variables)
+        assert (message["reasoning_content"], message["content"]) == ("hm", "4")
+    assert len(setup.router.tokenized) == 1
+    assert setup.router.tokenized[0].chat.messages[0].content == "Hello"
+    assert (await setup.message())["content"] == "hm</think>4"
+    messages = [USER, {"role": "assistant", "content": "I"}]
+    going_on = await setup.message(messages=messages, continue_final_message=True, chat_template_kwargs=variables)
+    assert going_on["content"] == "hm</think>4"
 
 
 @pytest.mark.parametrize("text", ["a < b", "no <tool_call> asked for", "x</s>", '{"name": "f", "parameters": {}}'])

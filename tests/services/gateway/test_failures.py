@@ -113,6 +113,8 @@ async def test_client_that_leaves_mid_stream_cancels_call(setup: Setup) -> None:
 async def test_authorization_goes_with_every_call(setup: Setup) -> None:
     token = "Bearer " + "x" * (MAX_AUTHORIZATION_BYTES - 7)
     headers = {"Authorization": token}
+    await setup.chat()  # the first of a model asks how its template ends
+    setup.router.expect_call()
     responses = [
         await setup.client.post(CHAT, json=BODIES[CHAT], headers=headers),
         await setup.client.post("/tokenize", json={"prompt": "a"}, headers=headers),
