@@ -114,7 +114,7 @@ class UpProcess:
         children = {}
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, ProcessLookupError):
-                name = _service_name((process / "cmdline").read_text())
+                name = _service_name((process / "cmdline").read_text(errors="replace"))
                 if name and _parent(process) == self.process.pid:
                     children[name] = int(process.name)
         return children
