@@ -20,10 +20,14 @@ from functools import lru_cache
 DIGEST_VERSION = 1
 DIGEST_BYTES = 16
 DEFAULT_KEY = b"kvern block digest"
-"""A deployment may set its own; all its processes must share it."""
+"""A deployment may set its own; all its processes must share it. Where tenants are kept apart it must be a secret: who
+knows it can tell from a digest whether a guessed prompt is the one behind it."""
+
+MAX_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 
 _ROOT_TAG = b"R"
 _BLOCK_TAG = b"B"
+_KEY_TAG = b"K"
 
 
 def root_digest(contract: str, salt: str = "", adapter: str = "", *, key: bytes = DEFAULT_KEY) -> bytes:
@@ -55,6 +59,11 @@ def extend_digests(
         parent = state.digest()
         digests.append(parent)
     return digests
+
+
+def key_fingerprint(key: bytes) -> str:
+    """Return what tells one secret key from another, as 16 hex digits; empty for the key that everybody knows."""
+    return "" if key == DEFAULT_KEY else hashlib.blake2b(_KEY_TAG, digest_size=8, key=key).hexdigest()
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from kvern.engine.block_hash import extend_digests, root_digest
+from kvern.engine.block_hash import DEFAULT_KEY, extend_digests, root_digest
 from kvern.engine.block_pool import BlockContent, BlockPool
 from kvern.engine.coalescing import BlocksInProgress
 from kvern.engine.request import Request, RequestStatus
@@ -24,6 +24,7 @@ class BlockTables:
         block_size: int,
         contract: str,
         enable_prefix_caching: bool,
+        digest_key: bytes = DEFAULT_KEY,
         told_salt: str | None = None,
     ) -> None:
         """told_salt: blocks cached under it are told with their token ids. None: none are."""
@@ -31,6 +32,7 @@ class BlockTables:
         self.in_progress = BlocksInProgress()
         self._block_size = block_size
         self._contract = contract
+        self._digest_key = digest_key
         self._enable_prefix_caching = enable_prefix_caching
         self._told_salt = told_salt
 
@@ -225,6 +227,9 @@ class BlockTables:
     def _extend_digests(self, request: Request, num_blocks: int) -> None:
         known = len(request.block_digests)
         if known < num_blocks:
-            parent = request.block_digests[-1] if known else root_digest(self._contract, request.cache.salt)
+            parent = request.block_digests[-1] if known else self._root_digest(request)
             ids = request.token_ids[known * self._block_size : num_blocks * self._block_size]
-            request.block_digests += extend_digests(parent, ids, self._block_size)
+            request.block_digests += extend_digests(parent, ids, self._block_size, key=self._digest_key)
+
+    def _root_digest(self, request: Request) -> bytes:
+        return root_digest(self._contract, request.cache.salt, key=self._digest_key)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from kvern.engine.block_hash import DEFAULT_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,9 @@ class EngineConfig:
 
     enable_prefix_caching: bool = True
     """Keep the KV of finished requests for later ones that begin the same."""
+
+    digest_key: bytes = field(default=DEFAULT_KEY, repr=False)
+    """What block digests are keyed with, 64 bytes at most. All that share an index must share it."""
 
     record_cache_events: bool = False
     """Tell what becomes cached and what stops to be, for the index of all replicas. Somebody must take it in."""

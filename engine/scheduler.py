@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 
+from kvern.engine.block_hash import DEFAULT_KEY
 from kvern.engine.block_pool import BlockPool
 from kvern.engine.block_tables import BlockTables
 from kvern.engine.errors import RequestRefused
@@ -53,6 +54,7 @@ class SchedulerConfig:
     max_model_len: int
     eos_token_ids: frozenset[int]
     contract: str
+    digest_key: bytes = field(default=DEFAULT_KEY, repr=False)
     enable_prefix_caching: bool = True
     policy: Policy = Policy.FCFS
     target_step_s: float | None = None
@@ -71,6 +73,7 @@ class Scheduler:
             block_size=config.block_size,
             contract=config.contract,
             enable_prefix_caching=config.enable_prefix_caching,
+            digest_key=config.digest_key,
             told_salt=config.told_salt,
         )
         self._watermark = max(1, int(pool.num_blocks * _WATERMARK_SHARE))

@@ -99,6 +99,7 @@ def build_engine(
         max_model_len=pool_size.max_model_len,
         eos_token_ids=model.eos_token_ids,
         contract=contract,
+        digest_key=config.digest_key,
         enable_prefix_caching=config.enable_prefix_caching,
         policy=Policy(config.scheduling_policy),
         target_step_s=None if config.target_step_ms is None else config.target_step_ms / 1000,
@@ -126,6 +127,7 @@ def _contract_of(model: LoadedModel, config: EngineConfig) -> str:
         kv_dtype=_name_of(model.kv_dtype),
         block_size=config.block_size,
         kv_scales=scales,
+        digest_key=config.digest_key,
     )
 
 

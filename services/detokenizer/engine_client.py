@@ -104,6 +104,12 @@ class EngineClient:
         if self._requests.pop(request.id, None) is not None and self._commands is not None:
             self._commands.put_nowait(engine_pb2.ConnectRequest(abort=engine_pb2.AbortRequest(id=request.id)))
 
+    def drop_cache(self) -> None:
+        """Have the engine forget all cached blocks before it takes the next request. Raises Unavailable without one."""
+        if self._commands is None:
+            raise Unavailable("the engine is away")
+        self._commands.put_nowait(engine_pb2.ConnectRequest(drop_cache=replica_pb2.DropCacheRequest()))
+
     def watch_blocks(
         self, start: int, salt: str
     ) -> grpc.aio.UnaryStreamCall[engine_pb2.WatchBlocksRequest, engine_pb2.WatchBlocksResponse]:

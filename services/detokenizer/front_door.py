@@ -53,7 +53,9 @@ class FrontDoor:
         self, engine: EngineClient, decoders: DecoderFactory, settings: DetokenizerSettings, metrics: DetokenizerMetrics
     ) -> None:
         self.engine = engine
-        self.is_draining = False
+        self.is_set_aside = False
+        """Whether an operator wants it to take nothing new."""
+        self._is_ending = False
         self.max_streams = settings.max_streams
         self._decoders = decoders
         self._metrics = metrics
@@ -63,6 +65,11 @@ class FrontDoor:
     @property
     def num_streams(self) -> int:
         return len(self._calls)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes nothing new."""
+        return self._is_ending or self.is_set_aside
 
     @property
     def state(self) -> replica_pb2.ReplicaState.ValueType:
@@ -87,7 +94,7 @@ class FrontDoor:
         Requests that stand still and can go on elsewhere do so at once, what still runs ends shortly before `grace_s`
         seconds have passed.
         """
-        self.is_draining = True
+        self._is_ending = True
         for call in self._calls:
             request = call.engine_request
             if call.is_resumable and request is not None and request.is_parked:

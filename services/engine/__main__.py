@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from kvern.engine.block_hash import key_fingerprint
 from kvern.engine.core import Output
 from kvern.engine.errors import EngineError, EngineStuck
 from kvern.engine.startup import Engine
@@ -25,6 +26,7 @@ from kvern.services.engine.vllm_metrics import VllmMetrics
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.process import run_service
 from kvern.services.runtime.server import GrpcServer
+from kvern.services.runtime.settings import SettingsError
 from kvern.services.runtime.stall import STALL_RULE, StallRule
 from kvern.services.runtime.status import Status
 from kvern.v1 import engine_pb2_grpc, replica_pb2
@@ -42,7 +44,7 @@ def starting_info(settings: EngineSettings, model: str) -> replica_pb2.EngineInf
     return replica_pb2.EngineInfo(epoch=new_epoch(), model=model, block_size=settings.block_size)
 
 
-def engine_info(engine: Engine, starting: replica_pb2.EngineInfo) -> replica_pb2.EngineInfo:
+def engine_info(engine: Engine, starting: replica_pb2.EngineInfo, digest_key: bytes) -> replica_pb2.EngineInfo:
     capacity = engine.capacity
     return replica_pb2.EngineInfo(
         epoch=starting.epoch,
@@ -58,6 +60,7 @@ def engine_info(engine: Engine, starting: replica_pb2.EngineInfo) -> replica_pb2
         weight_bytes=capacity.weight_bytes,
         dtype=capacity.dtype,
         device=capacity.device,
+        digest_key=key_fingerprint(digest_key),
     )
 
 
@@ -67,6 +70,7 @@ async def _first_of(*futures: asyncio.Future[Any]) -> None:
 
 async def main(settings: EngineSettings, status: Status, stall_rule: StallRule = STALL_RULE) -> None:
     source = find_model(settings.model)
+    config = settings.engine_config(source.path)
     starting = starting_info(settings, settings.served_model_name or source.name)
     announcer = Announcer(settings, starting)
     metrics = EngineMetrics(status.registry, starting.model, announcer.writer)
@@ -92,7 +96,7 @@ async def main(settings: EngineSettings, status: Status, stall_rule: StallRule =
             server.set_ready(not is_stuck)
             servicer.tell_stalled(is_stuck)
 
-        thread = EngineThread(settings.engine_config(source.path), on_output)
+        thread = EngineThread(config, on_output)
         watch = StallWatch(thread, on_stall, stall_rule)
         status.find_trouble = watch.find_trouble
         thread.start()
@@ -105,7 +109,7 @@ async def main(settings: EngineSettings, status: Status, stall_rule: StallRule =
         engine = thread.loaded.result()
         for line in engine.capacity.lines():
             _log.info(line)
-        info = engine_info(engine, starting)
+        info = engine_info(engine, starting, config.digest_key)
         grammars = Grammars(source, engine)
         servicer.start_serving(ServedEngine(thread, info, grammars))
         announcer.start_serving(thread, info)
@@ -125,4 +129,4 @@ async def main(settings: EngineSettings, status: Status, stall_rule: StallRule =
 
 
 if __name__ == "__main__":
-    run_service("engine", EngineSettings, main, expected_errors=(EngineError, StaleEpoch))
+    run_service("engine", EngineSettings, main, expected_errors=(EngineError, StaleEpoch, SettingsError))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 import structlog
 
-from kvern.engine.core import Abort, Add, Output, Park, Refused, Unpark
+from kvern.engine.core import Abort, Add, Output, Park, Refused, ResetCache, Unpark
 from kvern.engine.errors import RequestRefused
 from kvern.engine.grammar import Grammar
 from kvern.engine.plan import PromptLogprobs, StepResult, TokenLogprobs
@@ -231,6 +231,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 elif command.HasField("unpark"):
                     for number in stream.engine_ids.get(command.unpark.id, {}).values():
                         engine.thread.send(Unpark(number))
+                elif command.HasField("drop_cache"):
+                    engine.thread.send(ResetCache())
         except Exception as error:
             stream.end(error)
         else:

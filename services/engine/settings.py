@@ -7,9 +7,11 @@ from typing import Literal
 
 from pydantic import ByteSize, Field, ValidationInfo, field_validator
 
+from kvern.engine.block_hash import DEFAULT_KEY
 from kvern.engine.config import EngineConfig
 from kvern.services.runtime.certificates import redis_certificate_files
 from kvern.services.runtime.model_source import DEFAULT_MODEL
+from kvern.services.runtime.secret_file import read_digest_key
 from kvern.services.runtime.settings import RedisPasswordFile, RedisUrl, ServiceSettings
 from kvern.services.runtime.validate import MAX_NAME_CHARS
 
@@ -95,6 +97,10 @@ class EngineSettings(ServiceSettings):
     replica_id: str | None = Field(None, pattern=r"^[^{}]+$")
     """Name in the registry, which a restart keeps and no other replica has. Default: the advertised address."""
 
+    digest_key_file: Path | None = None
+    """File with a secret of at least 32 bytes, by which digests of cached blocks are keyed. The same for the tokenizers
+    and all engines of a deployment; needed where routers know tenants. Default: a key that everybody knows."""
+
     vllm_metrics: bool = True
     """Tell metrics under vLLM's names too, for dashboards and schedulers that read those."""
 
@@ -116,6 +122,7 @@ class EngineSettings(ServiceSettings):
         return advertise
 
     def engine_config(self, model_path: Path) -> EngineConfig:
+        """Raises SettingsError where the digest key cannot be read."""
         return EngineConfig(
             model_path=model_path,
             dtype=self.dtype,
@@ -135,6 +142,7 @@ class EngineSettings(ServiceSettings):
             scheduling_policy=self.scheduling_policy,
             target_step_ms=self.target_step_ms,
             enable_prefix_caching=self.enable_prefix_caching,
+            digest_key=DEFAULT_KEY if self.digest_key_file is None else read_digest_key(self.digest_key_file),
             record_cache_events=self.redis is not None or self.smg_kv_events,
             told_salt=self.smg_salt if self.smg_kv_events else None,
             num_threads=self.num_threads,

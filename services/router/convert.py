@@ -13,9 +13,13 @@ def to_encode(
     request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
     model: str,
     contracts: Iterable[Contract] = (),
+    scope: str = "",
 ) -> tokenizer_pb2.EncodePromptRequest:
-    """Ask for a prompt's token ids, and for the digests of its blocks under each contract."""
-    encode = tokenizer_pb2.EncodePromptRequest(model=model)
+    """Ask for a prompt's token ids, and for the digests of its blocks under each contract.
+
+    scope: of texts that come without a salt, by which the others are kept apart.
+    """
+    encode = tokenizer_pb2.EncodePromptRequest(model=model, scope=scope)
     if request.HasField("text"):
         encode.text = request.text
     elif request.HasField("chat"):
@@ -25,6 +29,7 @@ def to_encode(
     if request.HasField("add_special_tokens"):
         encode.add_special_tokens = request.add_special_tokens
     if isinstance(request, inference_pb2.GenerateRequest):
+        encode.scope = request.cache.salt
         encode.bad_words.extend(request.sampling.bad_words)
         if request.HasField("keep_last_tokens"):
             encode.keep_last_tokens = request.keep_last_tokens

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from kvern.services.router.limits.verdict import Limit
 from kvern.services.runtime.deadline import DEADLINE_UNREACHABLE
 from kvern.services.runtime.errors import ResourceExhausted
 from kvern.services.runtime.histogram import Histogram as PlainHistogram
@@ -18,7 +19,7 @@ from kvern.services.runtime.metrics import LATENCY_BUCKETS_S, OTHER, TOKEN_BUCKE
 from kvern.services.runtime.slow_reader import SLOW_READER
 from kvern.v1 import replica_pb2
 
-SHED_REASONS = (ResourceExhausted.reason, DEADLINE_UNREACHABLE, SLOW_READER)
+SHED_REASONS = (ResourceExhausted.reason, DEADLINE_UNREACHABLE, SLOW_READER, *(limit.value for limit in Limit))
 
 LOOKUP_BUCKETS_S = (0.0001, 0.0002, 0.0005, *LATENCY_BUCKETS_S[:10])
 """A lookup takes half a millisecond, and has a few."""
@@ -99,7 +100,7 @@ class RouterMetrics:
         sheds = Counter(
             "kvern_router_sheds",
             "Requests that ended with RESOURCE_EXHAUSTED, by ErrorInfo.reason: no room, a deadline that cannot be met,"
-            " or a client that does not read.",
+            " a client that does not read, or a tenant's limits.",
             ["reason"],
             registry=registry,
         )
@@ -143,6 +144,8 @@ class RequestMetrics:
         self._arrived_at = time.monotonic()
         self._token_at: dict[int, float] = {}
         """When each choice last got tokens, of time.monotonic()."""
+        self.first_token_s: float | None = None
+        """From its arrival to its first token; None before that."""
         self._is_scheduled = False
         self._has_replica = False
         self._of = router.of(router.label(model))
@@ -190,7 +193,8 @@ class RequestMetrics:
                 if last_at is not None:
                     of.inter_token.observe(now - last_at)
                 elif not token_at:
-                    of.first_token.observe(now - self._arrived_at)
+                    self.first_token_s = now - self._arrived_at
+                    of.first_token.observe(self.first_token_s)
                 token_at[index] = now
 
     def move(self, reason: MoveReason) -> None:

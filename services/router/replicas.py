@@ -18,7 +18,7 @@ from kvern.services.router.breaker import CircuitBreaker
 from kvern.services.router.choice import Candidate
 from kvern.services.router.prefills import Prefills
 from kvern.services.runtime.channel import open_channel, streaming
-from kvern.services.runtime.errors import Unavailable
+from kvern.services.runtime.errors import NotFound, Unavailable
 from kvern.services.runtime.redis_index import RegistryEntry
 from kvern.services.runtime.stall import STALL_RULE
 from kvern.services.runtime.tls import ClientTls
@@ -58,6 +58,8 @@ class Replica:
         """Whether the router was told of it."""
         self.is_registered = False
         """Whether the registry held it when it was last read."""
+        self.is_left_out = False
+        """Whether it may not be chosen, whatever it says of itself."""
         self.num_in_flight = 0
         """Requests of this router there."""
         self.breaker = CircuitBreaker()
@@ -100,6 +102,7 @@ class Replica:
             and not self.is_fenced
             and not self.is_draining
             and not self.is_stalled
+            and not self.is_left_out
         )
 
     @property
@@ -214,6 +217,15 @@ class Replica:
         self._num_others = max(0, self.load.num_running + self.load.num_waiting - self.num_in_flight)
         self._tokens_of_others = max(0, self.load.queued_prefill_tokens - self.prefills.num_reported)
 
+    async def set_draining(self, draining: bool) -> None:
+        """Tell it to drain, or not to any more, and see what it then says. Raises AioRpcError."""
+        await self._stub.SetDraining(replica_pb2.SetDrainingRequest(draining=draining), timeout=POLL_TIMEOUT_S)
+        await self.poll()
+
+    async def drop_cache(self) -> None:
+        """Let it forget all cached blocks. Raises AioRpcError."""
+        await self._stub.DropCache(replica_pb2.DropCacheRequest(), timeout=POLL_TIMEOUT_S)
+
     async def pause(self, duration_s: float) -> None:
         """Sleep until the next poll is due, which suspicion makes now."""
         with suppress(TimeoutError):
@@ -251,6 +263,8 @@ class ReplicaTable:
         self._tell = on_change
         self._changed = asyncio.Event()
         self._watchers: asyncio.TaskGroup | None = None
+        self.allows: Callable[[Replica], bool] = lambda _: True
+        """Asked after each poll whether a replica may be chosen."""
         self.trouble = asyncio.Event()
         """Set when a call to a replica has failed: lists of replicas may have changed."""
         self.set_listed(addresses)
@@ -285,6 +299,11 @@ class ReplicaTable:
     def has_ready(self) -> bool:
         return any(replica.is_ready for replica in self)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every replica can be chosen."""
+        return bool(self._replicas) and all(replica.is_ready for replica in self)
+
     def ready(self, model: str, without: Set[str] = frozenset()) -> list[Replica]:
         """Return the replicas that can take a request for a model, addresses in `without` left out."""
         ready = [replica for replica in self if replica.serves(model) and replica.address not in without]
@@ -298,6 +317,13 @@ class ReplicaTable:
         if not ready:
             raise Unavailable(f"no replica of {model!r} is ready")
         return [replica.candidate for replica in ready]
+
+    def find(self, name: str) -> Replica:
+        """Return a replica by its id or address. Raises NotFound."""
+        for replica in self:
+            if name in (replica.id, replica.address):
+                return replica
+        raise NotFound("no replica of this id or address is known here", reason="REPLICA_NOT_FOUND")
 
     def set_listed(self, addresses: Iterable[str]) -> None:
         """Take in the addresses that the router was told of. One that is not among them any more stays while it can be
@@ -370,6 +396,7 @@ class ReplicaTable:
         backoff_s = MIN_BACKOFF_S
         while self._knows(replica):
             await replica.poll()
+            replica.is_left_out = not self.allows(replica)
             self._forget_if_gone(replica)
             self._on_change()
             backoff_s = MIN_BACKOFF_S if replica.reachable else min(2 * backoff_s, POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""One log line and one count for each Generate call when it ends. No content."""
+"""One log line for each call when it ends, and one count for each Generate. No content."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 import grpc
 import structlog
 
+from kvern.services.router.identity.caller import current_caller
 from kvern.services.router.metrics import RequestMetrics
 from kvern.services.router.progress import Source
 from kvern.services.router.tokenizer import TimeRemaining
 from kvern.services.runtime.errors import ServiceError
 from kvern.services.runtime.interceptors import code_of, code_of_cancelled, reason_of
+from kvern.services.runtime.log_text import logged
 from kvern.services.runtime.tracing import Span, current_span
 
 _log = structlog.get_logger("kvern.request")
@@ -40,12 +42,18 @@ class RequestRecord:
     verdict: ServiceError | None = None
     """What the call was ended with from outside its handler, if it was."""
 
+    @property
+    def completion_tokens(self) -> int:
+        """Output tokens of all choices that came from replicas."""
+        return sum(source.num_tokens for source in self.sources)
+
 
 @contextmanager
 def log_request(metrics: RequestMetrics, time_remaining: TimeRemaining) -> Iterator[RequestRecord]:
     """Yield a record to fill. However the block ends, log it with status and duration, and end its metrics."""
     record = RequestRecord()
     start_s = time.monotonic()
+    caller = current_caller()
     status, reason = grpc.StatusCode.OK, ""
     try:
         yield record
@@ -60,13 +68,42 @@ def log_request(metrics: RequestMetrics, time_remaining: TimeRemaining) -> Itera
         _tell(current_span(), record)
         _log.info(
             "request ended",
-            request_id=record.request_id,
+            request_id=logged(record.request_id),
+            tenant=caller.tenant,
+            caller=caller.id,
             model=record.model,
             replica=record.replica,
             prompt_tokens=record.prompt_tokens,
+            completion_tokens=record.completion_tokens,
             num_moves=record.num_moves,
             matched_tokens=record.matched_tokens,
             cached_tokens=record.cached_tokens,
+            status=status.name,
+            first_token_s=None if metrics.first_token_s is None else round(metrics.first_token_s, 4),
+            duration_s=round(time.monotonic() - start_s, 4),
+        )
+
+
+@contextmanager
+def log_call(method: str, model: str, time_remaining: TimeRemaining) -> Iterator[None]:
+    """Log a call that is answered once, however the block ends."""
+    start_s = time.monotonic()
+    status = grpc.StatusCode.OK
+    try:
+        yield
+    except BaseException as error:
+        status = code_of(error)
+        if status is grpc.StatusCode.CANCELLED:
+            status = code_of_cancelled(time_remaining(), time.monotonic() - start_s)
+        raise
+    finally:
+        caller = current_caller()
+        _log.info(
+            "call ended",
+            method=method,
+            tenant=caller.tenant,
+            caller=caller.id,
+            model=logged(model),
             status=status.name,
             duration_s=round(time.monotonic() - start_s, 4),
         )
@@ -79,7 +116,7 @@ def _tell(span: Span, record: RequestRecord) -> None:
         "kvern.request_id": record.request_id,
         "gen_ai.request.model": record.model,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "gen_ai.usage.output_tokens": sum(source.num_tokens for source in record.sources),
+        "gen_ai.usage.output_tokens": record.completion_tokens,
         "kvern.replica": record.replica,
         "kvern.num_moves": record.num_moves,
     }

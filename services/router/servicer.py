@@ -1,4 +1,4 @@
-"""InferenceService and RouterService: what clients and operators call."""
+"""InferenceService: what clients call."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from typing import Any
 
 import grpc
 
+from kvern.services.router.admin import RouterServicer
 from kvern.services.router.admission import Admission
+from kvern.services.router.confinement import confine, text_scope
 from kvern.services.router.convert import to_decode, to_encode, to_serve
 from kvern.services.router.deadline import for_start
+from kvern.services.router.identity.caller import current_caller
+from kvern.services.router.identity.salts import Salts
+from kvern.services.router.limits import TenantLimits
 from kvern.services.router.metrics import RouterMetrics
-from kvern.services.router.models import list_models, max_context, resolve_model
+from kvern.services.router.models import check_allowed, list_models, max_context, resolve_model
 from kvern.services.router.placement import Placement, Placer
 from kvern.services.router.relay import Relay, Repeats
 from kvern.services.router.replicas import ReplicaTable
-from kvern.services.router.request_log import RequestRecord, log_request
+from kvern.services.router.request_log import RequestRecord, log_call, log_request
 from kvern.services.router.tokenizer import TimeRemaining, Tokenizer
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.slow_reader import ReaderWatch
 from kvern.services.runtime.ticket import LIFE_S, Ticket, TicketKeys
 from kvern.services.runtime.validate import check_chat, check_generate, check_name
-from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2, router_pb2_grpc, tokenizer_pb2
+from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2_grpc, tokenizer_pb2
 
 INFERENCE_SERVICE = "kvern.v1.InferenceService"
-ROUTER_SERVICE = "kvern.v1.RouterService"
 
 REPLICA_METADATA_KEY = "kvern-replica"
 """Trailing metadata of Generate: address of the replica that served it. What else there is explains the choice."""
@@ -47,9 +51,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         admission: Admission,
         max_stalled_s: float,
         metrics: RouterMetrics,
+        limits: TenantLimits,
+        salts: Salts | None = None,
         tickets: TicketKeys | None = None,
     ) -> None:
-        """tickets: what Route signs them with; None: it gives none."""
+        """salts: keep tenants' cached prompts apart; None: there are no tenants. tickets: what Route signs them with;
+        None: it gives none.
+        """
         self._tokenizer = tokenizer
         self._table = table
         self._placer = placer
@@ -57,6 +65,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._max_stalled_s = max_stalled_s
         self._admission = admission
         self._metrics = metrics
+        self._limits = limits
+        self._salts = salts
         self._tickets = tickets
         self._rng = random.Random()
 
@@ -67,31 +77,43 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         with log_request(metrics, context.time_remaining) as record:
             record.request_id = request.request_id
             check_generate(request)
-            with self._admission.admit(request.request_id) as record.request_id:
-                placement, encoded = await self._prepare(request, context.time_remaining)
-                record.model = placement.model
-                metrics.resolve(placement.model)
-                record.prompt_tokens = len(encoded.token_ids)
-                serve = to_serve(request, record.request_id, record.model, encoded, self._rng)
-                relay = Relay(self._table, placement, serve, record, self._repeats, metrics)
-                reader = ReaderWatch(self._max_stalled_s)
-                try:
-                    async with aclosing(relay.frames(context.time_remaining)) as frames:
-                        with reader:
-                            async for frame in frames:
-                                reader.hold()
-                                yield frame
-                                reader.release()
-                finally:
-                    record.verdict = reader.verdict
-                    _record_outcome(record, placement)
-                    context.set_trailing_metadata(
-                        ((REPLICA_METADATA_KEY, record.replica), *placement.metadata(record.replica))
-                    )
+            caller = current_caller()
+            confine(request, caller, self._salts)
+            with self._admission.admit(request.request_id, caller.tenant) as record.request_id:
+                async with self._limits.admit(caller) as usage:
+                    placement, encoded = await self._prepare(request, context.time_remaining)
+                    record.model = placement.model
+                    metrics.resolve(placement.model)
+                    record.prompt_tokens = len(encoded.token_ids)
+                    usage.charge(record.prompt_tokens)
+                    serve = to_serve(request, record.request_id, record.model, encoded, self._rng)
+                    relay = Relay(self._table, placement, serve, record, self._repeats, metrics)
+                    reader = ReaderWatch(self._max_stalled_s)
+                    try:
+                        async with aclosing(relay.frames(context.time_remaining)) as frames:
+                            with reader:
+                                async for frame in frames:
+                                    reader.hold()
+                                    yield frame
+                                    reader.release()
+                    finally:
+                        usage.charge(record.completion_tokens)
+                        record.verdict = reader.verdict
+                        _record_outcome(record, placement)
+                        context.set_trailing_metadata(
+                            ((REPLICA_METADATA_KEY, record.replica), *placement.metadata(record.replica))
+                        )
 
     async def Route(self, request: inference_pb2.RouteRequest, context: _Context) -> inference_pb2.RouteResponse:
-        check_generate(request.request)
-        placement, encoded = await self._prepare(request.request, context.time_remaining)
+        with log_call("Route", request.request.model, context.time_remaining):
+            return await self._route(request.request, context.time_remaining)
+
+    async def _route(
+        self, request: inference_pb2.GenerateRequest, time_remaining: TimeRemaining
+    ) -> inference_pb2.RouteResponse:
+        check_generate(request)
+        confine(request, current_caller(), self._salts)
+        placement, encoded = await self._prepare(request, time_remaining)
         candidates = placement.ranked()
         best = candidates[0]
         return inference_pb2.RouteResponse(
@@ -104,41 +126,50 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 for each in candidates
             ],
             prompt_token_ids=encoded.token_ids,
-            ticket=self._ticket(request.request, placement.model),
+            ticket=self._ticket(request, placement.model),
         )
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context
     ) -> inference_pb2.TokenizeResponse:
-        check_name("model", request.model)
-        if request.WhichOneof("prompt") is None:
-            raise InvalidArgument("prompt", "missing; give text or chat")
-        if request.HasField("chat"):
-            check_chat(request.chat)
-        model = resolve_model(self._table, request.model)
-        encoded = await self._tokenizer.encode(to_encode(request, model), context.time_remaining)
-        return inference_pb2.TokenizeResponse(ids=encoded.token_ids, max_context=max_context(self._table, model))
+        with log_call("Tokenize", request.model, context.time_remaining):
+            check_name("model", request.model)
+            if request.WhichOneof("prompt") is None:
+                raise InvalidArgument("prompt", "missing; give text or chat")
+            if request.HasField("chat"):
+                check_chat(request.chat)
+            caller = current_caller()
+            model = resolve_model(self._table, request.model, caller.policy)
+            encode = to_encode(request, model, scope=text_scope(caller, self._salts))
+            encoded = await self._tokenizer.encode(encode, context.time_remaining)
+            return inference_pb2.TokenizeResponse(ids=encoded.token_ids, max_context=max_context(self._table, model))
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: _Context
     ) -> inference_pb2.DetokenizeResponse:
-        check_name("model", request.model)
-        model = resolve_model(self._table, request.model)
-        decoded = await self._tokenizer.decode(to_decode(request, model), context.time_remaining)
-        return inference_pb2.DetokenizeResponse(text=decoded.text)
+        with log_call("Detokenize", request.model, context.time_remaining):
+            check_name("model", request.model)
+            model = resolve_model(self._table, request.model, current_caller().policy)
+            decoded = await self._tokenizer.decode(to_decode(request, model), context.time_remaining)
+            return inference_pb2.DetokenizeResponse(text=decoded.text)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: _Context
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(models=list_models(self._table))
+        with log_call("ListModels", "", context.time_remaining):
+            return inference_pb2.ListModelsResponse(models=list_models(self._table, current_caller().policy))
 
     def _ticket(self, request: inference_pb2.GenerateRequest, model: str) -> bytes:
         """Return what lets a client run a request at a replica itself, nothing where no tickets are given."""
         if self._tickets is None:
             return b""
-        # The tenant and its cap come from who the caller is, once that is known here.
+        caller = current_caller()
         ticket = Ticket(
-            tenant="", salt=request.cache.salt, model=model, priority_cap=None, expires_at=time.time() + LIFE_S
+            tenant=caller.tenant,
+            salt=request.cache.salt,
+            model=model,
+            priority_cap=caller.policy.priority_cap,
+            expires_at=time.time() + LIFE_S,
         )
         return self._tickets.sign(ticket)
 
@@ -147,8 +178,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> tuple[Placement, tokenizer_pb2.EncodePromptResponse]:
         """Return where a request may go, to replicas of the model it means, and its texts as token ids."""
         arrived_at = time.monotonic()
+        policy = current_caller().policy
+        check_allowed(self._table, request.model, policy)
         await self._table.wait_while_starting(request.model, for_start(time_remaining()))
-        model = resolve_model(self._table, request.model)
+        model = resolve_model(self._table, request.model, policy)
         self._table.candidates(model)  # better to fail here than after tokenizing
         contracts = self._placer.contracts(request, model)
         tokenized_at = time.monotonic()
@@ -164,18 +197,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 def _record_outcome(record: RequestRecord, placement: Placement) -> None:
     if (sent := placement.sent_to(record.replica)) is not None:
         record.matched_tokens, record.cached_tokens = sent.candidate.matched_tokens, sent.cached_tokens
-
-
-class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """Tells operators what this router sees."""
-
-    def __init__(self, table: ReplicaTable) -> None:
-        self._table = table
-
-    async def ListReplicas(
-        self, request: router_pb2.ListReplicasRequest, context: _Context
-    ) -> router_pb2.ListReplicasResponse:
-        return router_pb2.ListReplicasResponse(replicas=[replica.status for replica in self._table])
 
 
 def add_to_server(inference: InferenceServicer, router: RouterServicer, server: grpc.aio.Server) -> None:

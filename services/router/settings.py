@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from kvern.services.runtime.certificates import redis_certificate_files
 from kvern.services.runtime.settings import Addresses, RedisPasswordFile, RedisUrl, ServiceSettings
+
+_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def _jwks_source(source: str) -> str:
+    url = urlsplit(source)
+    if "://" not in source or url.scheme == "https" or (url.scheme == "http" and url.hostname in _LOCAL_HOSTS):
+        return source
+    raise ValueError("must be an https URL or a file: over http anybody on the way could answer")
 
 
 class RouterSettings(ServiceSettings):
@@ -51,13 +61,39 @@ class RouterSettings(ServiceSettings):
     """Seconds that one message may wait for a client that does not read; then its call ends. Longer than a replica
     allows, whose limit counts from when its request had to stand still."""
 
+    api_keys: Path | None = None
+    """YAML file of API keys: who has each, by its SHA-256. Read again when it changes. With this, jwt_issuer or tenants
+    callers must show who they are. Default: everybody may do everything."""
+
+    jwt_issuer: str | None = Field(None, min_length=1)
+    """Issuer (iss) of tokens (JWT) to accept. Needs jwt_audience and jwt_jwks."""
+
+    jwt_audience: str | None = Field(None, min_length=1)
+    """Audience (aud) that those tokens must name."""
+
+    jwt_jwks: Annotated[str, AfterValidator(_jwks_source)] | None = Field(None, min_length=1)
+    """Where the issuer's public keys are: an https URL, or a file."""
+
+    jwt_tenant_claim: str = Field("tenant", min_length=1)
+    """Claim of a token that names its tenant."""
+
+    jwt_roles_claim: str = Field("roles", min_length=1)
+    """Claim of a token that holds its roles, user and admin among them. A token without it has the role user."""
+
+    tenants: Path | None = None
+    """YAML file of tenants: models, priority and limits of each, and whose certificates are whose. Read again when it
+    changes. Needs salt_secret_file, and digest_key_file at the tokenizer and the engines. Default: all callers share
+    one cache, without limits."""
+
+    salt_secret_file: Path | None = None
+    """File with a secret of at least 32 bytes, from which tenants' salts are made; the same for all routers."""
+
+    limit_budget_ms: float = Field(10.0, gt=0)
+    """Most milliseconds that a request of a tenant with limits waits for Redis. Then this router counts by itself."""
+
     ticket_key_file: Path | None = None
     """File of keys of at least 32 bytes, one a line, the same for routers and replicas. Route signs tickets with the
     first one, by which replicas serve clients that call them; it is read again when it changes. Default: no tickets."""
-
-    @property
-    def certificate_files(self) -> list[str]:
-        return [*super().certificate_files, *redis_certificate_files(self.redis)]
 
     @field_validator("replicas")
     @classmethod
@@ -65,3 +101,17 @@ class RouterSettings(ServiceSettings):
         if not replicas and info.data.get("redis") is None:
             raise ValueError("give the replicas' addresses, or redis, where they register")
         return replicas
+
+    @model_validator(mode="after")
+    def _identity_is_whole(self) -> Self:
+        if (self.tenants is None) != (self.salt_secret_file is None):
+            raise ValueError("tenants needs salt_secret_file, and digest_key_file at the tokenizer and the engines")
+        token_rules = {"jwt_issuer": self.jwt_issuer, "jwt_audience": self.jwt_audience, "jwt_jwks": self.jwt_jwks}
+        missing = [name for name, value in token_rules.items() if value is None]
+        if missing and len(missing) < len(token_rules):
+            raise ValueError(f"{', '.join(missing)}: needed for tokens")
+        return self
+
+    @property
+    def certificate_files(self) -> list[str]:
+        return [*super().certificate_files, *redis_certificate_files(self.redis)]

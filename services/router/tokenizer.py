@@ -45,6 +45,8 @@ class Tokenizer:
         self.is_serving = False
         self.models: list[str] = []
         """Those that it said it has."""
+        self.digest_key: str | None = None
+        """Fingerprint of its key of block digests, empty for the key that everybody knows; None until it has said."""
         self._on_change = on_change
         self._channel = open_channel(address, tls=tls)
         self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
@@ -72,8 +74,8 @@ class Tokenizer:
         """Ask for its health for ever."""
         while True:
             is_serving = await self._check_health()
-            if is_serving and not self.is_serving:
-                self.models = await self._list_models()
+            if is_serving and (not self.is_serving or self.digest_key is None):
+                await self._ask_what_it_is()
             self.is_serving = is_serving
             self._on_change()
             await asyncio.sleep(HEALTH_INTERVAL_S)
@@ -125,10 +127,10 @@ class Tokenizer:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def _list_models(self) -> list[str]:
-        """Return the models it has, those that it named before where it does not say."""
+    async def _ask_what_it_is(self) -> None:
+        """Keep what it said before where it does not answer."""
         try:
             info = await self._stub.GetTokenizerInfo(tokenizer_pb2.GetTokenizerInfoRequest(), timeout=HEALTH_TIMEOUT_S)
         except grpc.aio.AioRpcError:
-            return self.models
-        return [tokenizer.model for tokenizer in info.tokenizers]
+            return
+        self.models, self.digest_key = [tokenizer.model for tokenizer in info.tokenizers], info.digest_key

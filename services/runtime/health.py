@@ -10,6 +10,10 @@ from grpc_health.v1 import health, health_pb2
 
 HEALTH_SERVICE = health.SERVICE_NAME
 
+WHOLE_FLEET = "kvern.fleet"
+"""What a router's health is asked for by who wants to know whether all its replicas are ready, and may ask nothing
+else."""
+
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]  # the library is untyped
     """The library's, except that its watches, which last as long as their watchers like, can be ended."""

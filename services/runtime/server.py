@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 import structlog
@@ -25,6 +25,8 @@ from kvern.services.runtime.status import Status
 from kvern.services.runtime.tls import server_tls
 
 _log = structlog.get_logger("kvern.server")
+
+_STATUS = {True: health_pb2.HealthCheckResponse.SERVING, False: health_pb2.HealthCheckResponse.NOT_SERVING}
 
 
 class GrpcServer:
@@ -53,6 +55,7 @@ class GrpcServer:
         self._locks = ExitStack()
         self._stop = asyncio.Event()
         self._health_tasks: set[asyncio.Task[None]] = set()
+        self._others: dict[str, bool] = {}
         spans = [SpanInterceptor(status.tracer)] if status.tracer.is_on else []
         self.observers = [*spans, MetricsInterceptor(status.registry)]
         """What counts and traces calls, for other servers of the process too."""
@@ -89,9 +92,13 @@ class GrpcServer:
             return
         self._status.is_ready = ready
         _log.info("ready" if ready else "not ready")
-        task = asyncio.get_running_loop().create_task(self._set_health(ready=ready))
-        self._health_tasks.add(task)
-        task.add_done_callback(self._health_tasks.discard)
+        self._in_background(self._set_health(ready=ready))
+
+    def set_health(self, name: str, serving: bool) -> None:
+        """Say how something is that is asked for by a name of its own, whatever the process can do without it."""
+        if self._others.get(name) is not serving:
+            self._others[name] = serving
+            self._in_background(self._health.set(name, _STATUS[serving]))
 
     @property
     def stopping(self) -> bool:
@@ -119,7 +126,11 @@ class GrpcServer:
             await self.grpc.stop(self._settings.drain_timeout_s if exc is None else 0)
         _log.info("stopped")
 
+    def _in_background(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(change)
+        self._health_tasks.add(task)
+        task.add_done_callback(self._health_tasks.discard)
+
     async def _set_health(self, *, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._services:
-            await self._health.set(name, status)
+            await self._health.set(name, _STATUS[ready])

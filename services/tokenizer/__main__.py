@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from kvern.engine.block_hash import DEFAULT_KEY
 from kvern.services.runtime.model_source import ModelSource, find_model
 from kvern.services.runtime.process import run_service
+from kvern.services.runtime.secret_file import read_digest_key
 from kvern.services.runtime.server import GrpcServer
 from kvern.services.runtime.settings import SettingsError
 from kvern.services.runtime.status import Status
@@ -19,12 +21,14 @@ SERVICE = "kvern.v1.TokenizerService"
 
 
 async def main(settings: TokenizerSettings, status: Status) -> None:
+    key = DEFAULT_KEY if settings.digest_key_file is None else read_digest_key(settings.digest_key_file)
     tokenizers = {name: load_tokenizer(source) for name, source in find_models(settings).items()}
     with Workers() as workers:
         async with GrpcServer(settings, [SERVICE], status) as server:
             cache = PrefixCache(settings.text_cache_memory)
             status.registry.register(TokenizerState(workers, cache))
-            servicer = TokenizerServicer(tokenizers, workers, cache, TokenizerMetrics(status.registry, tokenizers))
+            metrics = TokenizerMetrics(status.registry, tokenizers)
+            servicer = TokenizerServicer(tokenizers, workers, cache, metrics, key)
             tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(servicer, server.grpc)
             await server.start()
             server.set_ready(True)

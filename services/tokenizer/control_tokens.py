@@ -56,11 +56,11 @@ class ControlTokenGuard:
         """Return a text as it was."""
         return _MARK.sub("", text)
 
-    def encode(self, rendered: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a template rendered with marked variables."""
+    def encode(self, rendered: str, *, add_special_tokens: bool, scope: str = "") -> list[int]:
+        """Encode a template rendered with marked variables. scope: as in `CachingEncoder.encode`."""
         text = self._marked.sub(lambda match: match[1][0] + _START + match[1][1:], rendered)
         encoder = self._encoder if _MARK.search(text) is None else self._guarded_encoder()
-        return encoder.encode(text, add_special_tokens=add_special_tokens)
+        return encoder.encode(text, add_special_tokens=add_special_tokens, scope=scope)
 
     def _mark(self, value: Any, tokens: re.Pattern[str]) -> Any:
         if isinstance(value, str):

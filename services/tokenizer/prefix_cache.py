@@ -30,6 +30,7 @@ ENTRY_BYTES = 320
 _NO_WORD = frozenset(string.punctuation) - {"_"}
 
 _Key = tuple[object, str]
+"""What may share an entry, and the text."""
 
 
 class PrefixCache:
@@ -88,23 +89,27 @@ class CachingEncoder:
         """Return an encoder for another tokenizer with the same cache, in which the two share nothing but the room."""
         return type(self)(backend, self._cache, renumbered)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return a text's ids. Control tokens written in it are control tokens."""
+    def encode(self, text: str, *, add_special_tokens: bool, scope: str = "") -> list[int]:
+        """Return a text's ids. Control tokens written in it are control tokens.
+
+        scope: what was encoded in another one is not found: how long this takes tells nothing of what others sent.
+        """
         if self._cuts is None:
             return self._encode(text, add_special_tokens=add_special_tokens)
         # The last part is what will have grown when the text comes again.
         *parts, last = _split(text, self._cuts)
         token_ids: list[int] = []
         for part in parts:
-            token_ids.extend(self._encode_cached(part))
+            token_ids.extend(self._encode_cached(part, scope))
         token_ids += self._encode(last, add_special_tokens=False)
         return [*self._before, *token_ids, *self._after] if add_special_tokens else token_ids
 
-    def _encode_cached(self, part: str) -> array[int]:
-        token_ids = self._cache.get((self, part))
+    def _encode_cached(self, part: str, scope: str) -> array[int]:
+        key = ((self, scope), part)
+        token_ids = self._cache.get(key)
         if token_ids is None:
             token_ids = array("I", self._encode(part, add_special_tokens=False))
-            self._cache.put((self, part), token_ids)
+            self._cache.put(key, token_ids)
         return token_ids
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvern.engine.block_hash import extend_digests, root_digest
+from kvern.engine.block_hash import DEFAULT_KEY, extend_digests, root_digest
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.text import Tokenizer, check_token_ids
 from kvern.services.tokenizer.bad_words import encode_bad_words
@@ -21,8 +21,9 @@ class PromptEncoder:
     chat only the template writes control tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, cache: PrefixCache) -> None:
+    def __init__(self, tokenizer: Tokenizer, cache: PrefixCache, digest_key: bytes = DEFAULT_KEY) -> None:
         self._tokenizer = tokenizer
+        self._digest_key = digest_key
         self._encoder = CachingEncoder(tokenizer.backend, cache)
         self._guard = ControlTokenGuard(tokenizer, self._encoder)
         self._renderer = ChatRenderer(tokenizer, self._guard)
@@ -42,7 +43,7 @@ class PromptEncoder:
             token_ids = token_ids[-request.keep_last_tokens :]
         return tokenizer_pb2.EncodePromptResponse(
             token_ids=token_ids,
-            block_digests=[_block_digests(hashing, token_ids) for hashing in request.hashings],
+            block_digests=[self._block_digests(hashing, token_ids) for hashing in request.hashings],
             bad_words=encode_bad_words(self._tokenizer, request.bad_words),
         )
 
@@ -53,10 +54,10 @@ class PromptEncoder:
             return token_ids
         if request.HasField("chat"):
             rendered = self._renderer.render(request.chat)
-            token_ids = self._guard.encode(rendered, add_special_tokens=request.add_special_tokens)
+            token_ids = self._guard.encode(rendered, add_special_tokens=request.add_special_tokens, scope=request.scope)
             return self._with_one_bos(token_ids, request.add_special_tokens)
         adds_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        token_ids = self._encoder.encode(request.text, add_special_tokens=adds_special)
+        token_ids = self._encoder.encode(request.text, add_special_tokens=adds_special, scope=request.scope)
         return self._with_one_bos(token_ids, adds_special)
 
     def _with_one_bos(self, token_ids: list[int], adds_special: bool) -> list[int]:
@@ -69,9 +70,8 @@ class PromptEncoder:
         bos_id = self._tokenizer.transformers.bos_token_id
         return bos_id if self._tokenizer.encode("", add_special_tokens=True)[:1] == [bos_id] else None
 
-
-def _block_digests(hashing: tokenizer_pb2.BlockHashing, token_ids: Sequence[int]) -> bytes:
-    if hashing.block_size == 0:
-        raise InvalidArgument("hashings.block_size", "must be at least 1, got 0")
-    root = root_digest(hashing.contract, hashing.salt, hashing.adapter)
-    return b"".join(extend_digests(root, token_ids, hashing.block_size))
+    def _block_digests(self, hashing: tokenizer_pb2.BlockHashing, token_ids: Sequence[int]) -> bytes:
+        if hashing.block_size == 0:
+            raise InvalidArgument("hashings.block_size", "must be at least 1, got 0")
+        root = root_digest(hashing.contract, hashing.salt, hashing.adapter, key=self._digest_key)
+        return b"".join(extend_digests(root, token_ids, hashing.block_size, key=self._digest_key))

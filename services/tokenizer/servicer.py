@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvern.engine.block_hash import DIGEST_VERSION
+from kvern.engine.block_hash import DEFAULT_KEY, DIGEST_VERSION, key_fingerprint
 from kvern.services.runtime.errors import InvalidArgument, NotFound
 from kvern.services.runtime.text import Tokenizer, check_token_ids
 from kvern.services.runtime.tracing import current_span
@@ -25,14 +25,20 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """Serves the tokenizers of one or several models, by the models' names."""
 
     def __init__(
-        self, tokenizers: Mapping[str, Tokenizer], workers: Workers, cache: PrefixCache, metrics: TokenizerMetrics
+        self,
+        tokenizers: Mapping[str, Tokenizer],
+        workers: Workers,
+        cache: PrefixCache,
+        metrics: TokenizerMetrics,
+        digest_key: bytes = DEFAULT_KEY,
     ) -> None:
         self._tokenizers = tokenizers
         self._encoders = {
-            name: metrics.counting(name, PromptEncoder(tokenizer, cache).encode)
+            name: metrics.counting(name, PromptEncoder(tokenizer, cache, digest_key).encode)
             for name, tokenizer in tokenizers.items()
         }
         self._workers = workers
+        self._digest_key = digest_key
 
     async def EncodePrompt(
         self, request: tokenizer_pb2.EncodePromptRequest, context: _Context
@@ -61,7 +67,9 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             )
             for name, tokenizer in self._tokenizers.items()
         ]
-        return tokenizer_pb2.GetTokenizerInfoResponse(tokenizers=infos, digest_version=DIGEST_VERSION)
+        return tokenizer_pb2.GetTokenizerInfoResponse(
+            tokenizers=infos, digest_version=DIGEST_VERSION, digest_key=key_fingerprint(self._digest_key)
+        )
 
 
 def _find(served: Mapping[str, _Served], model: str) -> _Served:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, ByteSize, Field, StringConstraints
@@ -30,6 +31,10 @@ class TokenizerSettings(ServiceSettings):
 
     more_models: Annotated[dict[_NonEmpty, _NonEmpty], BeforeValidator(_pairs)] = Field(default_factory=dict)
     """Further models to serve, each as name=model; repeat, or join with commas."""
+
+    digest_key_file: Path | None = None
+    """File with a secret of at least 32 bytes, by which digests of cached blocks are keyed, as the engines are given
+    it. Default: a key that everybody knows."""
 
     text_cache_memory: ByteSize = Field(ByteSize(128 * 1024 * 1024), ge=0)
     """Bytes for the token ids of beginnings that texts may share, as a growing conversation's do. 0 keeps none."""

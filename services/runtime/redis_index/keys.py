@@ -45,6 +45,16 @@ def home_shard(entry: RegistryEntry, num_shards: int) -> Shard:
     return Shard(pool_id(entry.model, entry.contract), replica_hash % num_shards)
 
 
+def limit_leases(tenant: str) -> str:
+    """ZSET of a tenant's requests in flight -> when their leases end, in ms. `tenant`: what stands for it here."""
+    return f"kvern:limits:{{{tenant}}}:leases"
+
+
+def limit_bucket(tenant: str) -> str:
+    """HASH of level and at_ms: a tenant's tokens. Missing: as many as there may be."""
+    return f"kvern:limits:{{{tenant}}}:tokens"
+
+
 class ReplicaKeys(NamedTuple):
     """The keys of one start of one replica."""
 

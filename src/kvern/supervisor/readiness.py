@@ -10,10 +10,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvern.services.runtime.channel import CHANNEL_OPTIONS
+from kvern.services.runtime.health import WHOLE_FLEET
 from kvern.supervisor.addresses import Address
-from kvern.v1.replica_pb2 import REPLICA_STATE_READY
-from kvern.v1.router_pb2 import ListReplicasRequest
-from kvern.v1.router_pb2_grpc import RouterServiceStub
 
 _PATIENCE_S = 0.5
 """A busy process may answer late; it is asked again."""
@@ -27,32 +25,30 @@ class Probe(Protocol):
 class HealthProbe:
     """Asks the standard health service."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, service: str = "") -> None:
+        """service: what it is asked for. Default: the whole process."""
+        self._service = service
         self._stub = health_pb2_grpc.HealthStub(grpc.insecure_channel(address, options=CHANNEL_OPTIONS))
 
     def ready(self) -> bool:
         try:
-            response = self._stub.Check(health_pb2.HealthCheckRequest(), timeout=_PATIENCE_S)
+            response = self._stub.Check(health_pb2.HealthCheckRequest(service=self._service), timeout=_PATIENCE_S)
         except grpc.RpcError:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 class RouterProbe:
-    """Asks a router whether it can use every replica: its health is content with one."""
+    """Asks a router whether it can use every replica: its own health is content with one.
+
+    Both are asked through its health service, which answers everybody: a supervisor has no credentials.
+    """
 
     def __init__(self, address: str) -> None:
-        self._health = HealthProbe(address)
-        self._stub = RouterServiceStub(grpc.insecure_channel(address, options=CHANNEL_OPTIONS))
+        self._probes = [HealthProbe(address), HealthProbe(address, WHOLE_FLEET)]
 
     def ready(self) -> bool:
-        if not self._health.ready():
-            return False
-        try:
-            response = self._stub.ListReplicas(ListReplicasRequest(), timeout=_PATIENCE_S)
-        except grpc.RpcError:
-            return False
-        return all(replica.reachable and replica.state == REPLICA_STATE_READY for replica in response.replicas)
+        return all(probe.ready() for probe in self._probes)
 
 
 class RedisProbe:

@@ -26,7 +26,7 @@ from kvern.v1 import inference_pb2 as kvern_dot_v1_dot_inference__pb2
 from kvern.v1 import replica_pb2 as kvern_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvern/v1/engine.proto\x12\x08kvern.v1\x1a\x18kvern/v1/inference.proto\x1a\x16kvern/v1/replica.proto\"\xbb\x01\n\x0e\x43onnectRequest\x12#\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x14.kvern.v1.AddRequestH\x00\x12\'\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x16.kvern.v1.AbortRequestH\x00\x12%\n\x04park\x18\x03 \x01(\x0b\x32\x15.kvern.v1.ParkRequestH\x00\x12)\n\x06unpark\x18\x04 \x01(\x0b\x32\x17.kvern.v1.UnparkRequestH\x00\x42\t\n\x07\x63ommand\"\xca\x03\n\nAddRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.kvern.v1.Sampling\x12$\n\x08stopping\x18\x04 \x01(\x0b\x32\x12.kvern.v1.Stopping\x12\x1e\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x0f.kvern.v1.Cache\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12(\n\nconstraint\x18\x08 \x01(\x0b\x32\x14.kvern.v1.Constraint\x12%\n\tbad_words\x18\t \x03(\x0b\x32\x12.kvern.v1.TokenIds\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12(\n\x07resumed\x18\x0c \x03(\x0b\x32\x17.kvern.v1.ResumedChoice\x12\r\n\x05\x61ge_s\x18\r \x01(\x01\x12\x12\n\narrived_ns\x18\x0e \x01(\x04\x12\x13\n\x0btraceparent\x18\x0f \x01(\tB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"1\n\rResumedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\":\n\x0c\x41\x62ortRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x19\n\x0bParkRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"\x1b\n\rUnparkRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"b\n\x0f\x43onnectResponse\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.kvern.v1.HelloH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.kvern.v1.StepOutputH\x00\x42\x07\n\x05\x65vent\"A\n\x05Hello\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.kvern.v1.EngineInfo\x12\x14\n\x0ctells_blocks\x18\x02 \x01(\x08\"\xb1\x02\n\nStepOutput\x12\x0b\n\x03ids\x18\x01 \x03(\x04\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12+\n\tscheduled\x18\x05 \x03(\x0b\x32\x18.kvern.v1.FirstScheduled\x12\"\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x13.kvern.v1.ChoiceEnd\x12#\n\x04load\x18\x07 \x01(\x0b\x32\x15.kvern.v1.ReplicaLoad\x12/\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1d.kvern.v1.EngineTokenLogprobs\x12\x37\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1e.kvern.v1.EnginePromptLogprobs\"j\n\x13\x45ngineTokenLogprobs\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"_\n\x14\x45nginePromptLogprobs\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12,\n\x05items\x18\x03 \x03(\x0b\x32\x1d.kvern.v1.EngineTokenLogprobs\"3\n\x0e\x46irstScheduled\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\xd1\x01\n\tChoiceEnd\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12(\n\x06reason\x18\x03 \x01(\x0e\x32\x16.kvern.v1.FinishReasonH\x00\x12$\n\x07refusal\x18\x04 \x01(\x0b\x32\x11.kvern.v1.RefusalH\x00\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\tB\x07\n\x05\x63\x61useB\x10\n\x0e_stop_token_id\")\n\x07Refusal\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"1\n\x12WatchBlocksRequest\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0c\n\x04salt\x18\x02 \x01(\t\"y\n\x13WatchBlocksResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x15.kvern.v1.BlockChange\x12(\n\x08snapshot\x18\x03 \x01(\x0b\x32\x16.kvern.v1.SnapshotPart\"@\n\x0cSnapshotPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\x04\"m\n\x0b\x42lockChange\x12(\n\x06stored\x18\x01 \x01(\x0b\x32\x16.kvern.v1.StoredBlocksH\x00\x12*\n\x07removed\x18\x02 \x01(\x0b\x32\x17.kvern.v1.RemovedBlocksH\x00\x42\x08\n\x06\x63hange\"B\n\x0cStoredBlocks\x12\x0e\n\x06parent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\" \n\rRemovedBlocks\x12\x0f\n\x07\x64igests\x18\x01 \x01(\x0c\x32\xa1\x01\n\rEngineService\x12\x42\n\x07\x43onnect\x12\x18.kvern.v1.ConnectRequest\x1a\x19.kvern.v1.ConnectResponse(\x01\x30\x01\x12L\n\x0bWatchBlocks\x12\x1c.kvern.v1.WatchBlocksRequest\x1a\x1d.kvern.v1.WatchBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvern/v1/engine.proto\x12\x08kvern.v1\x1a\x18kvern/v1/inference.proto\x1a\x16kvern/v1/replica.proto\"\xed\x01\n\x0e\x43onnectRequest\x12#\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x14.kvern.v1.AddRequestH\x00\x12\'\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x16.kvern.v1.AbortRequestH\x00\x12%\n\x04park\x18\x03 \x01(\x0b\x32\x15.kvern.v1.ParkRequestH\x00\x12)\n\x06unpark\x18\x04 \x01(\x0b\x32\x17.kvern.v1.UnparkRequestH\x00\x12\x30\n\ndrop_cache\x18\x14 \x01(\x0b\x32\x1a.kvern.v1.DropCacheRequestH\x00\x42\t\n\x07\x63ommand\"\xca\x03\n\nAddRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.kvern.v1.Sampling\x12$\n\x08stopping\x18\x04 \x01(\x0b\x32\x12.kvern.v1.Stopping\x12\x1e\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x0f.kvern.v1.Cache\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0f\n\x07\x61\x64\x61pter\x18\x07 \x01(\t\x12(\n\nconstraint\x18\x08 \x01(\x0b\x32\x14.kvern.v1.Constraint\x12%\n\tbad_words\x18\t \x03(\x0b\x32\x12.kvern.v1.TokenIds\x12\x15\n\x08logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12(\n\x07resumed\x18\x0c \x03(\x0b\x32\x17.kvern.v1.ResumedChoice\x12\r\n\x05\x61ge_s\x18\r \x01(\x01\x12\x12\n\narrived_ns\x18\x0e \x01(\x04\x12\x13\n\x0btraceparent\x18\x0f \x01(\tB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"1\n\rResumedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\":\n\x0c\x41\x62ortRequest\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x13\n\x06\x63hoice\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_choice\"\x19\n\x0bParkRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"\x1b\n\rUnparkRequest\x12\n\n\x02id\x18\x01 \x01(\x04\"b\n\x0f\x43onnectResponse\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.kvern.v1.HelloH\x00\x12$\n\x04step\x18\x02 \x01(\x0b\x32\x14.kvern.v1.StepOutputH\x00\x42\x07\n\x05\x65vent\"A\n\x05Hello\x12\"\n\x04info\x18\x01 \x01(\x0b\x32\x14.kvern.v1.EngineInfo\x12\x14\n\x0ctells_blocks\x18\x02 \x01(\x08\"\xb1\x02\n\nStepOutput\x12\x0b\n\x03ids\x18\x01 \x03(\x04\x12\x0f\n\x07\x63hoices\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x03(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12+\n\tscheduled\x18\x05 \x03(\x0b\x32\x18.kvern.v1.FirstScheduled\x12\"\n\x05\x65nded\x18\x06 \x03(\x0b\x32\x13.kvern.v1.ChoiceEnd\x12#\n\x04load\x18\x07 \x01(\x0b\x32\x15.kvern.v1.ReplicaLoad\x12/\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1d.kvern.v1.EngineTokenLogprobs\x12\x37\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1e.kvern.v1.EnginePromptLogprobs\"j\n\x13\x45ngineTokenLogprobs\x12\r\n\x05\x65ntry\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"_\n\x14\x45nginePromptLogprobs\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12,\n\x05items\x18\x03 \x03(\x0b\x32\x1d.kvern.v1.EngineTokenLogprobs\"3\n\x0e\x46irstScheduled\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\xd1\x01\n\tChoiceEnd\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x01(\r\x12(\n\x06reason\x18\x03 \x01(\x0e\x32\x16.kvern.v1.FinishReasonH\x00\x12$\n\x07refusal\x18\x04 \x01(\x0b\x32\x11.kvern.v1.RefusalH\x00\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0bpreemptions\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\tB\x07\n\x05\x63\x61useB\x10\n\x0e_stop_token_id\")\n\x07Refusal\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"1\n\x12WatchBlocksRequest\x12\r\n\x05start\x18\x01 \x01(\x04\x12\x0c\n\x04salt\x18\x02 \x01(\t\"y\n\x13WatchBlocksResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12&\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x15.kvern.v1.BlockChange\x12(\n\x08snapshot\x18\x03 \x01(\x0b\x32\x16.kvern.v1.SnapshotPart\"@\n\x0cSnapshotPart\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\x04\"m\n\x0b\x42lockChange\x12(\n\x06stored\x18\x01 \x01(\x0b\x32\x16.kvern.v1.StoredBlocksH\x00\x12*\n\x07removed\x18\x02 \x01(\x0b\x32\x17.kvern.v1.RemovedBlocksH\x00\x42\x08\n\x06\x63hange\"B\n\x0cStoredBlocks\x12\x0e\n\x06parent\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\" \n\rRemovedBlocks\x12\x0f\n\x07\x64igests\x18\x01 \x01(\x0c\x32\xa1\x01\n\rEngineService\x12\x42\n\x07\x43onnect\x12\x18.kvern.v1.ConnectRequest\x1a\x19.kvern.v1.ConnectResponse(\x01\x30\x01\x12L\n\x0bWatchBlocks\x12\x1c.kvern.v1.WatchBlocksRequest\x1a\x1d.kvern.v1.WatchBlocksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,45 +34,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvern.v1.engine_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CONNECTREQUEST']._serialized_start=86
-  _globals['_CONNECTREQUEST']._serialized_end=273
-  _globals['_ADDREQUEST']._serialized_start=276
-  _globals['_ADDREQUEST']._serialized_end=734
-  _globals['_RESUMEDCHOICE']._serialized_start=736
-  _globals['_RESUMEDCHOICE']._serialized_end=785
-  _globals['_ABORTREQUEST']._serialized_start=787
-  _globals['_ABORTREQUEST']._serialized_end=845
-  _globals['_PARKREQUEST']._serialized_start=847
-  _globals['_PARKREQUEST']._serialized_end=872
-  _globals['_UNPARKREQUEST']._serialized_start=874
-  _globals['_UNPARKREQUEST']._serialized_end=901
-  _globals['_CONNECTRESPONSE']._serialized_start=903
-  _globals['_CONNECTRESPONSE']._serialized_end=1001
-  _globals['_HELLO']._serialized_start=1003
-  _globals['_HELLO']._serialized_end=1068
-  _globals['_STEPOUTPUT']._serialized_start=1071
-  _globals['_STEPOUTPUT']._serialized_end=1376
-  _globals['_ENGINETOKENLOGPROBS']._serialized_start=1378
-  _globals['_ENGINETOKENLOGPROBS']._serialized_end=1484
-  _globals['_ENGINEPROMPTLOGPROBS']._serialized_start=1486
-  _globals['_ENGINEPROMPTLOGPROBS']._serialized_end=1581
-  _globals['_FIRSTSCHEDULED']._serialized_start=1583
-  _globals['_FIRSTSCHEDULED']._serialized_end=1634
-  _globals['_CHOICEEND']._serialized_start=1637
-  _globals['_CHOICEEND']._serialized_end=1846
-  _globals['_REFUSAL']._serialized_start=1848
-  _globals['_REFUSAL']._serialized_end=1889
-  _globals['_WATCHBLOCKSREQUEST']._serialized_start=1891
-  _globals['_WATCHBLOCKSREQUEST']._serialized_end=1940
-  _globals['_WATCHBLOCKSRESPONSE']._serialized_start=1942
-  _globals['_WATCHBLOCKSRESPONSE']._serialized_end=2063
-  _globals['_SNAPSHOTPART']._serialized_start=2065
-  _globals['_SNAPSHOTPART']._serialized_end=2129
-  _globals['_BLOCKCHANGE']._serialized_start=2131
-  _globals['_BLOCKCHANGE']._serialized_end=2240
-  _globals['_STOREDBLOCKS']._serialized_start=2242
-  _globals['_STOREDBLOCKS']._serialized_end=2308
-  _globals['_REMOVEDBLOCKS']._serialized_start=2310
-  _globals['_REMOVEDBLOCKS']._serialized_end=2342
-  _globals['_ENGINESERVICE']._serialized_start=2345
-  _globals['_ENGINESERVICE']._serialized_end=2506
+  _globals['_CONNECTREQUEST']._serialized_end=323
+  _globals['_ADDREQUEST']._serialized_start=326
+  _globals['_ADDREQUEST']._serialized_end=784
+  _globals['_RESUMEDCHOICE']._serialized_start=786
+  _globals['_RESUMEDCHOICE']._serialized_end=835
+  _globals['_ABORTREQUEST']._serialized_start=837
+  _globals['_ABORTREQUEST']._serialized_end=895
+  _globals['_PARKREQUEST']._serialized_start=897
+  _globals['_PARKREQUEST']._serialized_end=922
+  _globals['_UNPARKREQUEST']._serialized_start=924
+  _globals['_UNPARKREQUEST']._serialized_end=951
+  _globals['_CONNECTRESPONSE']._serialized_start=953
+  _globals['_CONNECTRESPONSE']._serialized_end=1051
+  _globals['_HELLO']._serialized_start=1053
+  _globals['_HELLO']._serialized_end=1118
+  _globals['_STEPOUTPUT']._serialized_start=1121
+  _globals['_STEPOUTPUT']._serialized_end=1426
+  _globals['_ENGINETOKENLOGPROBS']._serialized_start=1428
+  _globals['_ENGINETOKENLOGPROBS']._serialized_end=1534
+  _globals['_ENGINEPROMPTLOGPROBS']._serialized_start=1536
+  _globals['_ENGINEPROMPTLOGPROBS']._serialized_end=1631
+  _globals['_FIRSTSCHEDULED']._serialized_start=1633
+  _globals['_FIRSTSCHEDULED']._serialized_end=1684
+  _globals['_CHOICEEND']._serialized_start=1687
+  _globals['_CHOICEEND']._serialized_end=1896
+  _globals['_REFUSAL']._serialized_start=1898
+  _globals['_REFUSAL']._serialized_end=1939
+  _globals['_WATCHBLOCKSREQUEST']._serialized_start=1941
+  _globals['_WATCHBLOCKSREQUEST']._serialized_end=1990
+  _globals['_WATCHBLOCKSRESPONSE']._serialized_start=1992
+  _globals['_WATCHBLOCKSRESPONSE']._serialized_end=2113
+  _globals['_SNAPSHOTPART']._serialized_start=2115
+  _globals['_SNAPSHOTPART']._serialized_end=2179
+  _globals['_BLOCKCHANGE']._serialized_start=2181
+  _globals['_BLOCKCHANGE']._serialized_end=2290
+  _globals['_STOREDBLOCKS']._serialized_start=2292
+  _globals['_STOREDBLOCKS']._serialized_end=2358
+  _globals['_REMOVEDBLOCKS']._serialized_start=2360
+  _globals['_REMOVEDBLOCKS']._serialized_end=2392
+  _globals['_ENGINESERVICE']._serialized_start=2395
+  _globals['_ENGINESERVICE']._serialized_end=2556
 # @@protoc_insertion_point(module_scope)

@@ -28,6 +28,7 @@ class ConnectRequest(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     PARK_FIELD_NUMBER: _builtins.int
     UNPARK_FIELD_NUMBER: _builtins.int
+    DROP_CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def add(self) -> Global___AddRequest: ...
     @_builtins.property
@@ -36,6 +37,8 @@ class ConnectRequest(_message.Message):
     def park(self) -> Global___ParkRequest: ...
     @_builtins.property
     def unpark(self) -> Global___UnparkRequest: ...
+    @_builtins.property
+    def drop_cache(self) -> _replica_pb2.DropCacheRequest: ...
     def __init__(
         self,
         *,
@@ -43,12 +46,13 @@ class ConnectRequest(_message.Message):
         abort: Global___AbortRequest | None = ...,
         park: Global___ParkRequest | None = ...,
         unpark: Global___UnparkRequest | None = ...,
+        drop_cache: _replica_pb2.DropCacheRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "command", b"command", "park", b"park", "unpark", b"unpark"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "command", b"command", "drop_cache", b"drop_cache", "park", b"park", "unpark", b"unpark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "command", b"command", "park", b"park", "unpark", b"unpark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "add", b"add", "command", b"command", "drop_cache", b"drop_cache", "park", b"park", "unpark", b"unpark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["add", "abort", "park", "unpark"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["add", "abort", "park", "unpark", "drop_cache"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

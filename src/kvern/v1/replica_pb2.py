@@ -25,29 +25,37 @@ _sym_db = _symbol_database.Default()
 from kvern.v1 import inference_pb2 as kvern_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvern/v1/replica.proto\x12\x08kvern.v1\x1a\x18kvern/v1/inference.proto\"\x7f\n\x0cServeRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvern.v1.GenerateRequest\x12%\n\tbad_words\x18\x02 \x03(\x0b\x32\x12.kvern.v1.TokenIds\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\r\n\x05moved\x18\x04 \x01(\x08\"|\n\rServeResponse\x12\x14\n\x0c\x63lient_frame\x18\x01 \x01(\x0c\x12\'\n\x07updates\x18\x02 \x03(\x0b\x32\x16.kvern.v1.ChoiceUpdate\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_cached_tokens\"`\n\x0c\x43hoiceUpdate\x12\r\n\x05index\x18\x01 \x01(\r\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x18\n\x10text_bytes_total\x18\x03 \x01(\x04\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"\x17\n\x15GetReplicaInfoRequest\"\x8a\x01\n\x16GetReplicaInfoResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.kvern.v1.ReplicaState\x12$\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x14.kvern.v1.EngineInfo\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.kvern.v1.ReplicaLoad\"\x83\x02\n\nEngineInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08\x63ontract\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x10\n\x08kv_bytes\x18\n \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x0b \x01(\x04\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\"\xdf\x01\n\x0bReplicaLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bnum_streams\x18\x05 \x01(\r\x12\x1a\n\x12num_failed_choices\x18\x06 \x01(\x04\x12\x12\n\nnum_parked\x18\x07 \x01(\r\x12\x18\n\x10predicted_wait_s\x18\x08 \x01(\x01\x12\x0f\n\x07stalled\x18\t \x01(\x08*~\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x32\xa1\x01\n\x0eReplicaService\x12:\n\x05Serve\x12\x16.kvern.v1.ServeRequest\x1a\x17.kvern.v1.ServeResponse0\x01\x12S\n\x0eGetReplicaInfo\x12\x1f.kvern.v1.GetReplicaInfoRequest\x1a .kvern.v1.GetReplicaInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvern/v1/replica.proto\x12\x08kvern.v1\x1a\x18kvern/v1/inference.proto\"\x7f\n\x0cServeRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.kvern.v1.GenerateRequest\x12%\n\tbad_words\x18\x02 \x03(\x0b\x32\x12.kvern.v1.TokenIds\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\r\n\x05moved\x18\x04 \x01(\x08\"|\n\rServeResponse\x12\x14\n\x0c\x63lient_frame\x18\x01 \x01(\x0c\x12\'\n\x07updates\x18\x02 \x03(\x0b\x32\x16.kvern.v1.ChoiceUpdate\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_cached_tokens\"`\n\x0c\x43hoiceUpdate\x12\r\n\x05index\x18\x01 \x01(\r\x12\x15\n\rnew_token_ids\x18\x02 \x03(\r\x12\x18\n\x10text_bytes_total\x18\x03 \x01(\x04\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"&\n\x12SetDrainingRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x15\n\x13SetDrainingResponse\"\x12\n\x10\x44ropCacheRequest\"\x13\n\x11\x44ropCacheResponse\"\x17\n\x15GetReplicaInfoRequest\"\x8a\x01\n\x16GetReplicaInfoResponse\x12%\n\x05state\x18\x01 \x01(\x0e\x32\x16.kvern.v1.ReplicaState\x12$\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x14.kvern.v1.EngineInfo\x12#\n\x04load\x18\x03 \x01(\x0b\x32\x15.kvern.v1.ReplicaLoad\"\x97\x02\n\nEngineInfo\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08\x63ontract\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x10\n\x08kv_bytes\x18\n \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x0b \x01(\x04\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x12\n\ndigest_key\x18\x14 \x01(\t\"\xdf\x01\n\x0bReplicaLoad\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x04 \x01(\x04\x12\x13\n\x0bnum_streams\x18\x05 \x01(\r\x12\x1a\n\x12num_failed_choices\x18\x06 \x01(\x04\x12\x12\n\nnum_parked\x18\x07 \x01(\r\x12\x18\n\x10predicted_wait_s\x18\x08 \x01(\x01\x12\x0f\n\x07stalled\x18\t \x01(\x08*~\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x17\n\x13REPLICA_STATE_READY\x10\x02\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x03\x32\xb3\x02\n\x0eReplicaService\x12:\n\x05Serve\x12\x16.kvern.v1.ServeRequest\x1a\x17.kvern.v1.ServeResponse0\x01\x12S\n\x0eGetReplicaInfo\x12\x1f.kvern.v1.GetReplicaInfoRequest\x1a .kvern.v1.GetReplicaInfoResponse\x12J\n\x0bSetDraining\x12\x1c.kvern.v1.SetDrainingRequest\x1a\x1d.kvern.v1.SetDrainingResponse\x12\x44\n\tDropCache\x12\x1a.kvern.v1.DropCacheRequest\x1a\x1b.kvern.v1.DropCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvern.v1.replica_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=1069
-  _globals['_REPLICASTATE']._serialized_end=1195
+  _globals['_REPLICASTATE']._serialized_start=1193
+  _globals['_REPLICASTATE']._serialized_end=1319
   _globals['_SERVEREQUEST']._serialized_start=62
   _globals['_SERVEREQUEST']._serialized_end=189
   _globals['_SERVERESPONSE']._serialized_start=191
   _globals['_SERVERESPONSE']._serialized_end=315
   _globals['_CHOICEUPDATE']._serialized_start=317
   _globals['_CHOICEUPDATE']._serialized_end=413
-  _globals['_GETREPLICAINFOREQUEST']._serialized_start=415
-  _globals['_GETREPLICAINFOREQUEST']._serialized_end=438
-  _globals['_GETREPLICAINFORESPONSE']._serialized_start=441
-  _globals['_GETREPLICAINFORESPONSE']._serialized_end=579
-  _globals['_ENGINEINFO']._serialized_start=582
-  _globals['_ENGINEINFO']._serialized_end=841
-  _globals['_REPLICALOAD']._serialized_start=844
-  _globals['_REPLICALOAD']._serialized_end=1067
-  _globals['_REPLICASERVICE']._serialized_start=1198
-  _globals['_REPLICASERVICE']._serialized_end=1359
+  _globals['_SETDRAININGREQUEST']._serialized_start=415
+  _globals['_SETDRAININGREQUEST']._serialized_end=453
+  _globals['_SETDRAININGRESPONSE']._serialized_start=455
+  _globals['_SETDRAININGRESPONSE']._serialized_end=476
+  _globals['_DROPCACHEREQUEST']._serialized_start=478
+  _globals['_DROPCACHEREQUEST']._serialized_end=496
+  _globals['_DROPCACHERESPONSE']._serialized_start=498
+  _globals['_DROPCACHERESPONSE']._serialized_end=517
+  _globals['_GETREPLICAINFOREQUEST']._serialized_start=519
+  _globals['_GETREPLICAINFOREQUEST']._serialized_end=542
+  _globals['_GETREPLICAINFORESPONSE']._serialized_start=545
+  _globals['_GETREPLICAINFORESPONSE']._serialized_end=683
+  _globals['_ENGINEINFO']._serialized_start=686
+  _globals['_ENGINEINFO']._serialized_end=965
+  _globals['_REPLICALOAD']._serialized_start=968
+  _globals['_REPLICALOAD']._serialized_end=1191
+  _globals['_REPLICASERVICE']._serialized_start=1322
+  _globals['_REPLICASERVICE']._serialized_end=1629
 # @@protoc_insertion_point(module_scope)

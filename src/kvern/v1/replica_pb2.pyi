@@ -146,6 +146,70 @@ class ChoiceUpdate(_message.Message):
 Global___ChoiceUpdate: _TypeAlias = ChoiceUpdate  # noqa: Y015
 
 @_typing.final
+class SetDrainingRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINING_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    def __init__(
+        self,
+        *,
+        draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDrainingRequest: _TypeAlias = SetDrainingRequest  # noqa: Y015
+
+@_typing.final
+class SetDrainingResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDrainingResponse: _TypeAlias = SetDrainingResponse  # noqa: Y015
+
+@_typing.final
+class DropCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheRequest: _TypeAlias = DropCacheRequest  # noqa: Y015
+
+@_typing.final
+class DropCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheResponse: _TypeAlias = DropCacheResponse  # noqa: Y015
+
+@_typing.final
 class GetReplicaInfoRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -208,6 +272,7 @@ class EngineInfo(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    DIGEST_KEY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Start time in milliseconds and 16 random bits: the greater is the later."""
     model: _builtins.str
@@ -227,6 +292,8 @@ class EngineInfo(_message.Message):
     """Weights' bytes in memory."""
     dtype: _builtins.str
     device: _builtins.str
+    digest_key: _builtins.str
+    """Fingerprint of the secret key that block digests are made with. Empty: the key that everybody knows."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a choice: the union of what config, generation_config and tokenizer say."""
@@ -247,10 +314,11 @@ class EngineInfo(_message.Message):
         weight_bytes: _builtins.int = ...,
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
+        digest_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "contract", b"contract", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "kv_bytes", b"kv_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "contract", b"contract", "device", b"device", "digest_key", b"digest_key", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "kv_bytes", b"kv_bytes", "max_model_len", b"max_model_len", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_blocks", b"num_blocks", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

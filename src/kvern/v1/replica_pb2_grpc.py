@@ -45,6 +45,16 @@ class ReplicaServiceStub:
                 request_serializer=kvern_dot_v1_dot_replica__pb2.GetReplicaInfoRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_replica__pb2.GetReplicaInfoResponse.FromString,
                 _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/kvern.v1.ReplicaService/SetDraining',
+                request_serializer=kvern_dot_v1_dot_replica__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_replica__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
+        self.DropCache = channel.unary_unary(
+                '/kvern.v1.ReplicaService/DropCache',
+                request_serializer=kvern_dot_v1_dot_replica__pb2.DropCacheRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_replica__pb2.DropCacheResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaServiceServicer:
@@ -66,6 +76,20 @@ class ReplicaServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetDraining(self, request, context):
+        """SetDraining lets the replica tell all routers that it drains, until it is told otherwise or ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropCache(self, request, context):
+        """DropCache lets the engine forget all cached blocks. Requests that come after it find none of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +102,16 @@ def add_ReplicaServiceServicer_to_server(servicer, server):
                     servicer.GetReplicaInfo,
                     request_deserializer=kvern_dot_v1_dot_replica__pb2.GetReplicaInfoRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_replica__pb2.GetReplicaInfoResponse.SerializeToString,
+            ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=kvern_dot_v1_dot_replica__pb2.SetDrainingRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_replica__pb2.SetDrainingResponse.SerializeToString,
+            ),
+            'DropCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropCache,
+                    request_deserializer=kvern_dot_v1_dot_replica__pb2.DropCacheRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_replica__pb2.DropCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +169,60 @@ class ReplicaService:
             '/kvern.v1.ReplicaService/GetReplicaInfo',
             kvern_dot_v1_dot_replica__pb2.GetReplicaInfoRequest.SerializeToString,
             kvern_dot_v1_dot_replica__pb2.GetReplicaInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.ReplicaService/SetDraining',
+            kvern_dot_v1_dot_replica__pb2.SetDrainingRequest.SerializeToString,
+            kvern_dot_v1_dot_replica__pb2.SetDrainingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.ReplicaService/DropCache',
+            kvern_dot_v1_dot_replica__pb2.DropCacheRequest.SerializeToString,
+            kvern_dot_v1_dot_replica__pb2.DropCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class ReplicaServiceStub:
     """
     GetReplicaInfo: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GetReplicaInfoRequest, _replica_pb2.GetReplicaInfoResponse]
     """GetReplicaInfo answers from memory; routers poll it."""
+    SetDraining: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SetDrainingRequest, _replica_pb2.SetDrainingResponse]
+    """SetDraining lets the replica tell all routers that it drains, until it is told otherwise or ends."""
+    DropCache: _grpc.UnaryUnaryMultiCallable[_replica_pb2.DropCacheRequest, _replica_pb2.DropCacheResponse]
+    """DropCache lets the engine forget all cached blocks. Requests that come after it find none of them."""
 
 @_typing.type_check_only
 class ReplicaServiceAsyncStub(ReplicaServiceStub):
@@ -51,6 +55,10 @@ class ReplicaServiceAsyncStub(ReplicaServiceStub):
     """
     GetReplicaInfo: _aio.UnaryUnaryMultiCallable[_replica_pb2.GetReplicaInfoRequest, _replica_pb2.GetReplicaInfoResponse]  # type: ignore[assignment]
     """GetReplicaInfo answers from memory; routers poll it."""
+    SetDraining: _aio.UnaryUnaryMultiCallable[_replica_pb2.SetDrainingRequest, _replica_pb2.SetDrainingResponse]  # type: ignore[assignment]
+    """SetDraining lets the replica tell all routers that it drains, until it is told otherwise or ends."""
+    DropCache: _aio.UnaryUnaryMultiCallable[_replica_pb2.DropCacheRequest, _replica_pb2.DropCacheResponse]  # type: ignore[assignment]
+    """DropCache lets the engine forget all cached blocks. Requests that come after it find none of them."""
 
 class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
     """ReplicaService runs requests whose prompts are token ids, and tells what the replica is and how busy."""
@@ -72,5 +80,21 @@ class ReplicaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.GetReplicaInfoResponse, _abc.Awaitable[_replica_pb2.GetReplicaInfoResponse]]:
         """GetReplicaInfo answers from memory; routers poll it."""
+
+    @_abc_1.abstractmethod
+    def SetDraining(
+        self,
+        request: _replica_pb2.SetDrainingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.SetDrainingResponse, _abc.Awaitable[_replica_pb2.SetDrainingResponse]]:
+        """SetDraining lets the replica tell all routers that it drains, until it is told otherwise or ends."""
+
+    @_abc_1.abstractmethod
+    def DropCache(
+        self,
+        request: _replica_pb2.DropCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.DropCacheResponse, _abc.Awaitable[_replica_pb2.DropCacheResponse]]:
+        """DropCache lets the engine forget all cached blocks. Requests that come after it find none of them."""
 
 def add_ReplicaServiceServicer_to_server(servicer: ReplicaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvern.v1 import replica_pb2 as kvern_dot_v1_dot_replica__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvern/v1/router.proto\x12\x08kvern.v1\x1a\x16kvern/v1/replica.proto\"\x15\n\x13ListReplicasRequest\"A\n\x14ListReplicasResponse\x12)\n\x08replicas\x18\x01 \x03(\x0b\x32\x17.kvern.v1.ReplicaStatus\"\xfd\x01\n\rReplicaStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\treachable\x18\x02 \x01(\x08\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.kvern.v1.ReplicaState\x12$\n\x06\x65ngine\x18\x04 \x01(\x0b\x32\x14.kvern.v1.EngineInfo\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.kvern.v1.ReplicaLoad\x12\x15\n\rnum_in_flight\x18\x06 \x01(\r\x12\n\n\x02id\x18\x07 \x01(\t\x12\x0e\n\x06listed\x18\x08 \x01(\x08\x12\x12\n\nregistered\x18\t \x01(\x08\x12\x0f\n\x07stalled\x18\n \x01(\x08\x32^\n\rRouterService\x12M\n\x0cListReplicas\x12\x1d.kvern.v1.ListReplicasRequest\x1a\x1e.kvern.v1.ListReplicasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvern/v1/router.proto\x12\x08kvern.v1\x1a\x16kvern/v1/replica.proto\"\x15\n\x13ListReplicasRequest\"A\n\x14ListReplicasResponse\x12)\n\x08replicas\x18\x01 \x03(\x0b\x32\x17.kvern.v1.ReplicaStatus\"4\n\x13\x44rainReplicaRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"@\n\x14\x44rainReplicaResponse\x12(\n\x07replica\x18\x01 \x01(\x0b\x32\x17.kvern.v1.ReplicaStatus\"A\n\x11ResetCacheRequest\x12\x11\n\x07replica\x18\x01 \x01(\tH\x00\x12\x0f\n\x05model\x18\x02 \x01(\tH\x00\x42\x08\n\x06target\"<\n\x12ResetCacheResponse\x12&\n\x08replicas\x18\x01 \x03(\x0b\x32\x14.kvern.v1.CacheReset\"8\n\nCacheReset\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xfd\x01\n\rReplicaStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\treachable\x18\x02 \x01(\x08\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.kvern.v1.ReplicaState\x12$\n\x06\x65ngine\x18\x04 \x01(\x0b\x32\x14.kvern.v1.EngineInfo\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.kvern.v1.ReplicaLoad\x12\x15\n\rnum_in_flight\x18\x06 \x01(\r\x12\n\n\x02id\x18\x07 \x01(\t\x12\x0e\n\x06listed\x18\x08 \x01(\x08\x12\x12\n\nregistered\x18\t \x01(\x08\x12\x0f\n\x07stalled\x18\n \x01(\x08\x32\xf6\x01\n\rRouterService\x12M\n\x0cListReplicas\x12\x1d.kvern.v1.ListReplicasRequest\x1a\x1e.kvern.v1.ListReplicasResponse\x12M\n\x0c\x44rainReplica\x12\x1d.kvern.v1.DrainReplicaRequest\x1a\x1e.kvern.v1.DrainReplicaResponse\x12G\n\nResetCache\x12\x1b.kvern.v1.ResetCacheRequest\x1a\x1c.kvern.v1.ResetCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREPLICASREQUEST']._serialized_end=80
   _globals['_LISTREPLICASRESPONSE']._serialized_start=82
   _globals['_LISTREPLICASRESPONSE']._serialized_end=147
-  _globals['_REPLICASTATUS']._serialized_start=150
-  _globals['_REPLICASTATUS']._serialized_end=403
-  _globals['_ROUTERSERVICE']._serialized_start=405
-  _globals['_ROUTERSERVICE']._serialized_end=499
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=149
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=201
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=203
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=267
+  _globals['_RESETCACHEREQUEST']._serialized_start=269
+  _globals['_RESETCACHEREQUEST']._serialized_end=334
+  _globals['_RESETCACHERESPONSE']._serialized_start=336
+  _globals['_RESETCACHERESPONSE']._serialized_end=396
+  _globals['_CACHERESET']._serialized_start=398
+  _globals['_CACHERESET']._serialized_end=454
+  _globals['_REPLICASTATUS']._serialized_start=457
+  _globals['_REPLICASTATUS']._serialized_end=710
+  _globals['_ROUTERSERVICE']._serialized_start=713
+  _globals['_ROUTERSERVICE']._serialized_end=959
 # @@protoc_insertion_point(module_scope)

@@ -40,6 +40,16 @@ class RouterServiceStub:
                 request_serializer=kvern_dot_v1_dot_router__pb2.ListReplicasRequest.SerializeToString,
                 response_deserializer=kvern_dot_v1_dot_router__pb2.ListReplicasResponse.FromString,
                 _registered_method=True)
+        self.DrainReplica = channel.unary_unary(
+                '/kvern.v1.RouterService/DrainReplica',
+                request_serializer=kvern_dot_v1_dot_router__pb2.DrainReplicaRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_router__pb2.DrainReplicaResponse.FromString,
+                _registered_method=True)
+        self.ResetCache = channel.unary_unary(
+                '/kvern.v1.RouterService/ResetCache',
+                request_serializer=kvern_dot_v1_dot_router__pb2.ResetCacheRequest.SerializeToString,
+                response_deserializer=kvern_dot_v1_dot_router__pb2.ResetCacheResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -53,6 +63,20 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainReplica(self, request, context):
+        """DrainReplica takes a replica out of every router's choice, or back in. What runs there goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetCache(self, request, context):
+        """ResetCache lets replicas forget their cached blocks. Requests that come after it find none of them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +84,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ListReplicas,
                     request_deserializer=kvern_dot_v1_dot_router__pb2.ListReplicasRequest.FromString,
                     response_serializer=kvern_dot_v1_dot_router__pb2.ListReplicasResponse.SerializeToString,
+            ),
+            'DrainReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainReplica,
+                    request_deserializer=kvern_dot_v1_dot_router__pb2.DrainReplicaRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_router__pb2.DrainReplicaResponse.SerializeToString,
+            ),
+            'ResetCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetCache,
+                    request_deserializer=kvern_dot_v1_dot_router__pb2.ResetCacheRequest.FromString,
+                    response_serializer=kvern_dot_v1_dot_router__pb2.ResetCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +124,60 @@ class RouterService:
             '/kvern.v1.RouterService/ListReplicas',
             kvern_dot_v1_dot_router__pb2.ListReplicasRequest.SerializeToString,
             kvern_dot_v1_dot_router__pb2.ListReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.RouterService/DrainReplica',
+            kvern_dot_v1_dot_router__pb2.DrainReplicaRequest.SerializeToString,
+            kvern_dot_v1_dot_router__pb2.DrainReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvern.v1.RouterService/ResetCache',
+            kvern_dot_v1_dot_router__pb2.ResetCacheRequest.SerializeToString,
+            kvern_dot_v1_dot_router__pb2.ResetCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

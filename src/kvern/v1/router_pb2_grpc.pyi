@@ -35,6 +35,10 @@ class RouterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RouterServiceAsyncStub: ...
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]
     """ListReplicas returns the replicas this router knows, as it last saw them."""
+    DrainReplica: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainReplicaRequest, _router_pb2.DrainReplicaResponse]
+    """DrainReplica takes a replica out of every router's choice, or back in. What runs there goes on."""
+    ResetCache: _grpc.UnaryUnaryMultiCallable[_router_pb2.ResetCacheRequest, _router_pb2.ResetCacheResponse]
+    """ResetCache lets replicas forget their cached blocks. Requests that come after it find none of them."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -43,6 +47,10 @@ class RouterServiceAsyncStub(RouterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListReplicas: _aio.UnaryUnaryMultiCallable[_router_pb2.ListReplicasRequest, _router_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """ListReplicas returns the replicas this router knows, as it last saw them."""
+    DrainReplica: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainReplicaRequest, _router_pb2.DrainReplicaResponse]  # type: ignore[assignment]
+    """DrainReplica takes a replica out of every router's choice, or back in. What runs there goes on."""
+    ResetCache: _aio.UnaryUnaryMultiCallable[_router_pb2.ResetCacheRequest, _router_pb2.ResetCacheResponse]  # type: ignore[assignment]
+    """ResetCache lets replicas forget their cached blocks. Requests that come after it find none of them."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     """RouterService is beside InferenceService at the router."""
@@ -54,5 +62,21 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListReplicasResponse, _abc.Awaitable[_router_pb2.ListReplicasResponse]]:
         """ListReplicas returns the replicas this router knows, as it last saw them."""
+
+    @_abc_1.abstractmethod
+    def DrainReplica(
+        self,
+        request: _router_pb2.DrainReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.DrainReplicaResponse, _abc.Awaitable[_router_pb2.DrainReplicaResponse]]:
+        """DrainReplica takes a replica out of every router's choice, or back in. What runs there goes on."""
+
+    @_abc_1.abstractmethod
+    def ResetCache(
+        self,
+        request: _router_pb2.ResetCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.ResetCacheResponse, _abc.Awaitable[_router_pb2.ResetCacheResponse]]:
+        """ResetCache lets replicas forget their cached blocks. Requests that come after it find none of them."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

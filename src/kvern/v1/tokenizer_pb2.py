@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvern.v1 import inference_pb2 as kvern_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvern/v1/tokenizer.proto\x12\x08kvern.v1\x1a\x18kvern/v1/inference.proto\"\xb0\x02\n\x13\x45ncodePromptRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.kvern.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.kvern.v1.TokenIdsH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12(\n\x08hashings\x18\x06 \x03(\x0b\x32\x16.kvern.v1.BlockHashing\x12\x1d\n\x10keep_last_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x11\n\tbad_words\x18\x08 \x03(\tB\x08\n\x06promptB\x15\n\x13_add_special_tokensB\x13\n\x11_keep_last_tokens\"S\n\x0c\x42lockHashing\x12\x10\n\x08\x63ontract\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x0c\n\x04salt\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"g\n\x14\x45ncodePromptResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rblock_digests\x18\x02 \x03(\x0c\x12%\n\tbad_words\x18\x03 \x03(\x0b\x32\x12.kvern.v1.TokenIds\"q\n\x13\x44\x65\x63odeTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"$\n\x14\x44\x65\x63odeTokensResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x19\n\x17GetTokenizerInfoRequest\"_\n\x18GetTokenizerInfoResponse\x12+\n\ntokenizers\x18\x01 \x03(\x0b\x32\x17.kvern.v1.TokenizerInfo\x12\x16\n\x0e\x64igest_version\x18\x02 \x01(\r\"b\n\rTokenizerInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x32\x8b\x02\n\x10TokenizerService\x12M\n\x0c\x45ncodePrompt\x12\x1d.kvern.v1.EncodePromptRequest\x1a\x1e.kvern.v1.EncodePromptResponse\x12M\n\x0c\x44\x65\x63odeTokens\x12\x1d.kvern.v1.DecodeTokensRequest\x1a\x1e.kvern.v1.DecodeTokensResponse\x12Y\n\x10GetTokenizerInfo\x12!.kvern.v1.GetTokenizerInfoRequest\x1a\".kvern.v1.GetTokenizerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvern/v1/tokenizer.proto\x12\x08kvern.v1\x1a\x18kvern/v1/inference.proto\"\xbf\x02\n\x13\x45ncodePromptRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.kvern.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.kvern.v1.TokenIdsH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12(\n\x08hashings\x18\x06 \x03(\x0b\x32\x16.kvern.v1.BlockHashing\x12\x1d\n\x10keep_last_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x11\n\tbad_words\x18\x08 \x03(\t\x12\r\n\x05scope\x18\t \x01(\tB\x08\n\x06promptB\x15\n\x13_add_special_tokensB\x13\n\x11_keep_last_tokens\"S\n\x0c\x42lockHashing\x12\x10\n\x08\x63ontract\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x0c\n\x04salt\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\"g\n\x14\x45ncodePromptResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rblock_digests\x18\x02 \x03(\x0c\x12%\n\tbad_words\x18\x03 \x03(\x0b\x32\x12.kvern.v1.TokenIds\"q\n\x13\x44\x65\x63odeTokensRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"$\n\x14\x44\x65\x63odeTokensResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x19\n\x17GetTokenizerInfoRequest\"s\n\x18GetTokenizerInfoResponse\x12+\n\ntokenizers\x18\x01 \x03(\x0b\x32\x17.kvern.v1.TokenizerInfo\x12\x16\n\x0e\x64igest_version\x18\x02 \x01(\r\x12\x12\n\ndigest_key\x18\x03 \x01(\t\"b\n\rTokenizerInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x32\x8b\x02\n\x10TokenizerService\x12M\n\x0c\x45ncodePrompt\x12\x1d.kvern.v1.EncodePromptRequest\x1a\x1e.kvern.v1.EncodePromptResponse\x12M\n\x0c\x44\x65\x63odeTokens\x12\x1d.kvern.v1.DecodeTokensRequest\x1a\x1e.kvern.v1.DecodeTokensResponse\x12Y\n\x10GetTokenizerInfo\x12!.kvern.v1.GetTokenizerInfoRequest\x1a\".kvern.v1.GetTokenizerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,21 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvern.v1.tokenizer_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ENCODEPROMPTREQUEST']._serialized_start=65
-  _globals['_ENCODEPROMPTREQUEST']._serialized_end=369
-  _globals['_BLOCKHASHING']._serialized_start=371
-  _globals['_BLOCKHASHING']._serialized_end=454
-  _globals['_ENCODEPROMPTRESPONSE']._serialized_start=456
-  _globals['_ENCODEPROMPTRESPONSE']._serialized_end=559
-  _globals['_DECODETOKENSREQUEST']._serialized_start=561
-  _globals['_DECODETOKENSREQUEST']._serialized_end=674
-  _globals['_DECODETOKENSRESPONSE']._serialized_start=676
-  _globals['_DECODETOKENSRESPONSE']._serialized_end=712
-  _globals['_GETTOKENIZERINFOREQUEST']._serialized_start=714
-  _globals['_GETTOKENIZERINFOREQUEST']._serialized_end=739
-  _globals['_GETTOKENIZERINFORESPONSE']._serialized_start=741
-  _globals['_GETTOKENIZERINFORESPONSE']._serialized_end=836
-  _globals['_TOKENIZERINFO']._serialized_start=838
-  _globals['_TOKENIZERINFO']._serialized_end=936
-  _globals['_TOKENIZERSERVICE']._serialized_start=939
-  _globals['_TOKENIZERSERVICE']._serialized_end=1206
+  _globals['_ENCODEPROMPTREQUEST']._serialized_end=384
+  _globals['_BLOCKHASHING']._serialized_start=386
+  _globals['_BLOCKHASHING']._serialized_end=469
+  _globals['_ENCODEPROMPTRESPONSE']._serialized_start=471
+  _globals['_ENCODEPROMPTRESPONSE']._serialized_end=574
+  _globals['_DECODETOKENSREQUEST']._serialized_start=576
+  _globals['_DECODETOKENSREQUEST']._serialized_end=689
+  _globals['_DECODETOKENSRESPONSE']._serialized_start=691
+  _globals['_DECODETOKENSRESPONSE']._serialized_end=727
+  _globals['_GETTOKENIZERINFOREQUEST']._serialized_start=729
+  _globals['_GETTOKENIZERINFOREQUEST']._serialized_end=754
+  _globals['_GETTOKENIZERINFORESPONSE']._serialized_start=756
+  _globals['_GETTOKENIZERINFORESPONSE']._serialized_end=871
+  _globals['_TOKENIZERINFO']._serialized_start=873
+  _globals['_TOKENIZERINFO']._serialized_end=971
+  _globals['_TOKENIZERSERVICE']._serialized_start=974
+  _globals['_TOKENIZERSERVICE']._serialized_end=1241
 # @@protoc_insertion_point(module_scope)

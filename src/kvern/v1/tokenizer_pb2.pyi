@@ -31,6 +31,7 @@ class EncodePromptRequest(_message.Message):
     HASHINGS_FIELD_NUMBER: _builtins.int
     KEEP_LAST_TOKENS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    SCOPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """May be empty where one model is served."""
     text: _builtins.str
@@ -39,6 +40,8 @@ class EncodePromptRequest(_message.Message):
     """Default: true for text, false for chat. No meaning for token ids."""
     keep_last_tokens: _builtins.int
     """Keep only this many ids, the last ones."""
+    scope: _builtins.str
+    """What is remembered of texts of one scope is not found by others."""
     @_builtins.property
     def chat(self) -> _inference_pb2.Chat:
         """Only the model's template writes control tokens; what its messages hold stays text."""
@@ -66,10 +69,11 @@ class EncodePromptRequest(_message.Message):
         hashings: _abc.Iterable[Global___BlockHashing] | None = ...,
         keep_last_tokens: _builtins.int | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        scope: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "keep_last_tokens", b"keep_last_tokens", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "chat", b"chat", "hashings", b"hashings", "keep_last_tokens", b"keep_last_tokens", "model", b"model", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_keep_last_tokens", b"_keep_last_tokens", "add_special_tokens", b"add_special_tokens", "bad_words", b"bad_words", "chat", b"chat", "hashings", b"hashings", "keep_last_tokens", b"keep_last_tokens", "model", b"model", "prompt", b"prompt", "scope", b"scope", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -219,10 +223,13 @@ class GetTokenizerInfoResponse(_message.Message):
 
     TOKENIZERS_FIELD_NUMBER: _builtins.int
     DIGEST_VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_KEY_FIELD_NUMBER: _builtins.int
     digest_version: _builtins.int
     """How this process makes block digests. Every replica's cache contract covers its own version: digests of another one
     would match none of its blocks.
     """
+    digest_key: _builtins.str
+    """Fingerprint of the secret key that they are made with. Empty: the key that everybody knows."""
     @_builtins.property
     def tokenizers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenizerInfo]: ...
     def __init__(
@@ -230,10 +237,11 @@ class GetTokenizerInfoResponse(_message.Message):
         *,
         tokenizers: _abc.Iterable[Global___TokenizerInfo] | None = ...,
         digest_version: _builtins.int = ...,
+        digest_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_version", b"digest_version", "tokenizers", b"tokenizers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest_key", b"digest_key", "digest_version", b"digest_version", "tokenizers", b"tokenizers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""Who calls a router, and what callers may do."""

@@ -1,0 +1,161 @@
+"""Admits tenants' requests within their limits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter
+
+from kvern.services.router.identity.caller import Caller
+from kvern.services.router.identity.policy import TenantPolicy
+from kvern.services.router.limits.local_counts import LocalCounts
+from kvern.services.router.limits.shared_counts import LEASE_S, SharedCounts
+from kvern.services.router.limits.verdict import Refusal
+from kvern.services.runtime.redis_index.scripts import REDIS_ERRORS
+
+MAX_FAILURES = 3
+"""Answers in a row that did not come in time, before requests are spared the wait for a moment."""
+REST_S = 1.0
+MAX_NOTES = 8192
+"""What waits to be written to Redis. More is not written: leases end by themselves, and some tokens go uncounted."""
+NOTE_TIMEOUT_S = 1.0
+
+_log = structlog.get_logger("kvern.limits")
+
+_Note = Callable[[], Awaitable[None]]
+
+
+class LimitMetrics:
+    """No tenant is a label: there may be any number of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.fallbacks = Counter(
+            "kvern_router_limit_fallbacks",
+            "Requests of tenants with limits that this router decided on by its own count, as Redis did not answer.",
+            registry=registry,
+        )
+        self.notes_lost = Counter(
+            "kvern_router_limit_notes_lost",
+            "Ends of requests and charges of tokens that were not written to Redis.",
+            registry=registry,
+        )
+
+
+class Usage:
+    """What one request uses. Charges do not wait for Redis."""
+
+    def __init__(self, charge: Callable[[int], None]) -> None:
+        self._charge = charge
+
+    def charge(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._charge(num_tokens)
+
+
+_UNCOUNTED = Usage(lambda _: None)
+
+
+class TenantLimits:
+    """Both counts of tenants' usage: that of all routers, and this one's, which it falls back on."""
+
+    def __init__(
+        self, shared: SharedCounts | None, alias: Callable[[str], str], budget_s: float, registry: CollectorRegistry
+    ) -> None:
+        """alias: what stands for a tenant in Redis. budget_s: most seconds to wait for it."""
+        self._shared = shared
+        self._local = LocalCounts()
+        self._alias = alias
+        self._budget_s = budget_s
+        self._metrics = LimitMetrics(registry)
+        self._router = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._notes: asyncio.Queue[_Note] = asyncio.Queue(MAX_NOTES)
+        self._num_failures = 0
+        self._rests_until = 0.0
+
+    @asynccontextmanager
+    async def admit(self, caller: Caller) -> AsyncIterator[Usage]:
+        """Count a request of a caller as in flight until the block ends. Raises ResourceExhausted at a limit."""
+        policy = caller.policy
+        if policy.max_concurrent is None and policy.tokens_per_minute is None:
+            yield _UNCOUNTED
+            return
+        tenant, request = self._alias(caller.tenant), f"{self._router}:{next(self._numbers)}"
+        if (refusal := await self._begin(tenant, policy, request)) is not None:
+            raise refusal.error(policy)
+        self._local.begin(tenant, policy, request)
+        try:
+            yield Usage(partial(self._charge, tenant, policy))
+        finally:
+            self._local.end(tenant, request)
+            self._end(tenant, request)
+
+    async def watch(self) -> None:
+        """Write what is to be written to Redis, and renew what is in flight, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write())
+            tasks.create_task(self._renew())
+
+    async def _begin(self, tenant: str, policy: TenantPolicy, request: str) -> Refusal | None:
+        if self._shared is None:
+            return self._local.refusal(tenant, policy)
+        if time.monotonic() >= self._rests_until:
+            try:
+                async with asyncio.timeout(self._budget_s):
+                    refusal = await self._shared.begin(tenant, policy, request)
+            except REDIS_ERRORS as error:
+                self._fail(error)
+                self._end(tenant, request)  # it may have been counted all the same
+            else:
+                self._num_failures = 0
+                return refusal
+        self._metrics.fallbacks.inc()
+        return self._local.refusal(tenant, policy)
+
+    def _fail(self, error: Exception) -> None:
+        self._num_failures += 1
+        if self._num_failures >= MAX_FAILURES:
+            self._rests_until = time.monotonic() + REST_S
+        if self._num_failures == MAX_FAILURES:
+            _log.warning("tenants' limits are counted here alone", error=str(error) or type(error).__name__)
+
+    def _charge(self, tenant: str, policy: TenantPolicy, num_tokens: int) -> None:
+        self._local.charge(tenant, policy, num_tokens)
+        if self._shared is not None:
+            self._note(partial(self._shared.charge, tenant, policy, num_tokens))
+
+    def _end(self, tenant: str, request: str) -> None:
+        if self._shared is not None:
+            self._note(partial(self._shared.end, tenant, request))
+
+    def _note(self, note: _Note) -> None:
+        try:
+            self._notes.put_nowait(note)
+        except asyncio.QueueFull:
+            self._metrics.notes_lost.inc()
+
+    async def _write(self) -> None:
+        while True:
+            note = await self._notes.get()
+            try:
+                async with asyncio.timeout(NOTE_TIMEOUT_S):
+                    await note()
+            except REDIS_ERRORS:
+                self._metrics.notes_lost.inc()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            self._local.prune()
+            for tenant, requests in self._local.in_flight():
+                if self._shared is not None:
+                    with suppress(*REDIS_ERRORS):
+                        async with asyncio.timeout(NOTE_TIMEOUT_S):
+                            await self._shared.renew(tenant, requests)
