@@ -113,5 +113,10 @@ class RouterSettings(ServiceSettings):
         return self
 
     @property
+    def asks_callers(self) -> bool:
+        """Whether callers must show who they are."""
+        return self.api_keys is not None or self.jwt_issuer is not None or self.tenants is not None
+
+    @property
     def certificate_files(self) -> list[str]:
         return [*super().certificate_files, *redis_certificate_files(self.redis)]

@@ -8,7 +8,6 @@ router's time.
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Self
@@ -18,9 +17,6 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstrai
 from kvern.services.router.identity.caller import USERS, Caller, Name, Role
 from kvern.services.router.identity.rejection import Cause, Rejected
 from kvern.services.runtime.reloaded_file import parse_yaml
-
-KEY_PREFIX = "kvern_"
-"""So that scanners find keys where they do not belong."""
 
 MAX_KEY_CHARS = 256
 MAX_KEYS = 10_000
@@ -82,11 +78,6 @@ class ApiKeys:
         if entry.expires_at is not None and entry.expires_at <= datetime.now(UTC):
             raise Rejected(Cause.EXPIRED)
         return entry.caller
-
-
-def new_key() -> str:
-    """Return a key of 256 random bits."""
-    return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(key: str) -> str:

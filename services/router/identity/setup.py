@@ -38,7 +38,7 @@ class Identity:
 
 def open_identity(settings: RouterSettings, registry: CollectorRegistry) -> Identity:
     """Read what the settings name. Raises UnusableFile, SettingsError."""
-    if settings.api_keys is None and settings.jwt_issuer is None and settings.tenants is None:
+    if not settings.asks_callers:
         return Identity()
     watches: list[Coroutine[Any, Any, None]] = []
     keys = None if settings.api_keys is None else ReloadedFile(settings.api_keys, ApiKeys.parse)

@@ -12,9 +12,12 @@ from kvern.cli.capacity import capacity
 from kvern.cli.chat import chat
 from kvern.cli.doctor import doctor
 from kvern.cli.download import download
+from kvern.cli.drain import drain
 from kvern.cli.generate import generate
+from kvern.cli.keys import keys
 from kvern.cli.logs import logs
 from kvern.cli.models import models
+from kvern.cli.reset_cache import reset_cache
 from kvern.cli.route import route
 from kvern.cli.run import run
 from kvern.cli.status import status
@@ -37,7 +40,10 @@ def kvern() -> None:
     """
 
 
-for _command in (up, run, chat, generate, tokenize, models, route, status, logs, download, capacity, doctor):
+for _command in (
+    *(up, run, chat, generate, tokenize, models, route, status, logs),
+    *(drain, reset_cache, keys, download, capacity, doctor),
+):
     kvern.add_command(_command)
 
 

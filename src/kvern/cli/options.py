@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,19 +26,32 @@ server_option = click.option(
     help="The Kvern to talk to.",
 )
 
-_PEM = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def _tls_option(flag: str, meaning: str) -> Callable[[_Function], _Function]:
     envvar = f"KVERN_{flag.removeprefix('--').replace('-', '_').upper()}"
-    return click.option(flag, type=_PEM, metavar="FILE", envvar=envvar, show_envvar=True, help=meaning)
+    return click.option(flag, type=_FILE, metavar="FILE", envvar=envvar, show_envvar=True, help=meaning)
 
+
+API_KEY_VARIABLE = "KVERN_API_KEY"
+
+api_key_option = click.option(
+    "--api-key-file",
+    type=_FILE,
+    metavar="FILE",
+    envvar="KVERN_API_KEY_FILE",
+    show_envvar=True,
+    help=f"File with the API key or token to show it. Or give that itself in {API_KEY_VARIABLE}.",
+)
 
 _CONNECTION_OPTIONS = (
     server_option,
     _tls_option("--tls-ca", "Call it in TLS, and trust the authorities in this PEM file."),
     _tls_option("--tls-cert", "Certificate to show it, where it asks for one."),
     _tls_option("--tls-key", "The certificate's key."),
+    api_key_option,
+    click.option("--plaintext-api-key", is_flag=True, help="Send the key without TLS, though not to this machine."),
 )
 
 
@@ -47,9 +61,19 @@ class Server:
 
     address: str
     credentials: grpc.ChannelCredentials | None
+    api_key: str = field(default="", repr=False)
+    plaintext_api_key: bool = False
 
     def connect(self) -> Client:
-        return Client(self.address, credentials=self.credentials)
+        try:
+            return Client(
+                self.address,
+                credentials=self.credentials,
+                api_key=self.api_key,
+                plaintext_api_key=self.plaintext_api_key,
+            )
+        except ValueError as error:
+            raise click.UsageError(f"{error} (--tls-ca, --plaintext-api-key)") from error
 
 
 def connection_options(function: _Function) -> _Function:
@@ -57,13 +81,27 @@ def connection_options(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def command(
-        *arguments: Any, server: str, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, **options: Any
+        *arguments: Any,
+        server: str,
+        tls_ca: Path | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
+        api_key_file: Path | None,
+        plaintext_api_key: bool,
+        **options: Any,
     ) -> Any:
-        return function(*arguments, server=Server(server, _credentials(tls_ca, tls_cert, tls_key)), **options)
+        credentials = _credentials(tls_ca, tls_cert, tls_key)
+        connection = Server(server, credentials, api_key_from(api_key_file), plaintext_api_key)
+        return function(*arguments, server=connection, **options)
 
     for option in reversed(_CONNECTION_OPTIONS):
         command = option(command)
     return cast(_Function, command)
+
+
+def api_key_from(file: Path | None) -> str:
+    """Return the key in a file, or else in the environment; empty where there is none."""
+    return os.environ.get(API_KEY_VARIABLE, "") if file is None else file.read_text().strip()
 
 
 def _credentials(ca: Path | None, certificate: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:

@@ -8,10 +8,12 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
+import grpc
 from rich.console import Console
 
-from kvern.client import DEFAULT_ADDRESS, Client
-from kvern.v1.replica_pb2 import EngineInfo
+from kvern.client import DEFAULT_ADDRESS
+from kvern.v1.replica_pb2 import EngineInfo, GetReplicaInfoRequest
+from kvern.v1.replica_pb2_grpc import ReplicaServiceStub
 
 if TYPE_CHECKING:
     from kvern.supervisor.local_set import LocalSet
@@ -22,8 +24,7 @@ _QUESTION = "What is a quern?"
 def print_ready(running: LocalSet, console: Console) -> None:
     """Print addresses, model, capacity, log folder, and commands to paste."""
     scheme = "https" if running.has_tls else "http"
-    with Client(running.router) as client:
-        engine = client.list_replicas().replicas[0].engine
+    engine = _engine(running)
     console.print(f"Kvern is ready: {engine.model} ({engine.dtype}, {engine.device}), replicas: {running.replicas}")
     for label, text in (
         ("gRPC", str(running.listen)),
@@ -31,10 +32,16 @@ def print_ready(running: LocalSet, console: Console) -> None:
         ("capacity", _capacity(engine)),
         ("logs", str(running.logs)),
         *(("metrics", f"{scheme}://{address}/metrics ({name})") for name, address in running.status.items()),
-        ("try", _chat_command(str(running.listen.reachable), has_tls=running.has_tls)),
+        ("try", _chat_command(running)),
         ("or", _curl_command(f"{scheme}://{running.http.reachable}", engine.model)),
     ):
         console.print(f"  {label:<9} {text}", soft_wrap=True)
+
+
+def _engine(running: LocalSet) -> EngineInfo:
+    """Ask a replica, since the router may answer nobody without credentials."""
+    with grpc.insecure_channel(f"unix:{running.sockets / 'detokenizer-0.sock'}") as channel:
+        return ReplicaServiceStub(channel).GetReplicaInfo(GetReplicaInfoRequest()).engine
 
 
 def _capacity(engine: EngineInfo) -> str:
@@ -45,10 +52,12 @@ def _capacity(engine: EngineInfo) -> str:
     )
 
 
-def _chat_command(server: str, *, has_tls: bool) -> str:
+def _chat_command(running: LocalSet) -> str:
+    server = str(running.listen.reachable)
     option = "" if server == DEFAULT_ADDRESS else f" --server {server}"
-    tls = " --tls-ca FILE" if has_tls else ""
-    return f'{_command()} chat{option}{tls} "{_QUESTION}"'
+    tls = " --tls-ca FILE" if running.has_tls else ""
+    key = " --api-key-file FILE" if running.asks_callers else ""
+    return f'{_command()} chat{option}{tls}{key} "{_QUESTION}"'
 
 
 def _command() -> str:

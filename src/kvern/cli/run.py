@@ -15,6 +15,7 @@ import grpc
 
 from kvern.cli.answer import print_answer
 from kvern.cli.chat import Conversation, converse
+from kvern.cli.options import api_key_from, api_key_option
 from kvern.cli.output import stderr_console
 from kvern.cli.ready import print_ready
 from kvern.cli.set_command import Progress, SetCommand, address_option, local_set, replicas_option
@@ -45,6 +46,7 @@ _MAX_TOKENS = 512
     "--max-tokens", type=click.IntRange(min=1), help="Most tokens to generate. [default: 512, at most half the context]"
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@api_key_option
 def run(
     model: str,
     prompt: str | None,
@@ -54,13 +56,14 @@ def run(
     replicas: int,
     max_tokens: int | None,
     temperature: float,
+    api_key_file: Path | None,
     **settings: str | bool | None,
 ) -> None:
     """Start all services with MODEL, answer PROMPT, stop them. Without PROMPT, hold a conversation."""
     listen = listen or (_SERVE_LISTEN if serve else _FREE_PORT)
     http = http or (_SERVE_HTTP if serve else _FREE_PORT)
     with local_set(model, listen, http, replicas, settings) as running, _in_background(running) as served:
-        with Client(running.router) as client:
+        with Client(running.router, api_key=api_key_from(api_key_file)) as client:
             options: GenerateOptions = {"max_tokens": max_tokens or _room(client), "temperature": temperature}
             _answer(client, running, prompt, options)
         if serve:

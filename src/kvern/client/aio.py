@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from kvern.client.api_key import key_metadata
 from kvern.client.channel import DEFAULT_ADDRESS, open_aio_channel, ticket_metadata
 from kvern.client.errors import KvernError, from_rpc
 from kvern.client.generation import Generation
@@ -68,11 +69,15 @@ class AsyncClient:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         authority: str | None = None,
+        api_key: str = "",
+        plaintext_api_key: bool = False,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         retry: RetryPolicy = DEFAULT_RETRY_POLICY,
     ) -> None:
         self.address = address
-        self._metadata = tuple(metadata)
+        is_encrypted = credentials is not None
+        key = key_metadata(api_key, address, is_encrypted=is_encrypted, plaintext_api_key=plaintext_api_key)
+        self._metadata = (*key, *metadata)
         self._policy = retry
         self._channel = open_aio_channel(address, credentials, authority)
         self._inference: InferenceServiceAsyncStub = InferenceServiceStub(self._channel)
@@ -121,6 +126,20 @@ class AsyncClient:
     async def list_replicas(self, *, timeout_s: float | None = None) -> router_pb2.ListReplicasResponse:
         """Return what the router knows of its replicas: state, limits, load."""
         return await self._unary(self._router.ListReplicas, router_pb2.ListReplicasRequest(), timeout_s)
+
+    async def drain_replica(
+        self, replica: str, *, undo: bool = False, timeout_s: float | None = None
+    ) -> router_pb2.DrainReplicaResponse:
+        """Take a replica, by its id or address, out of every router's choice, or back in. What runs there goes on."""
+        request = router_pb2.DrainReplicaRequest(replica=replica, undo=undo)
+        return await self._unary(self._router.DrainReplica, request, timeout_s)
+
+    async def reset_cache(
+        self, *, replica: str = "", model: str = "", timeout_s: float | None = None
+    ) -> router_pb2.ResetCacheResponse:
+        """Let a replica, or all of a model, forget their cached prompts."""
+        target = {"replica": replica} if replica else {"model": model}
+        return await self._unary(self._router.ResetCache, router_pb2.ResetCacheRequest(**target), timeout_s)
 
     async def _run(
         self, request: pb.GenerateRequest, ticket: bytes = b"", **timeouts: Unpack[Timeouts]

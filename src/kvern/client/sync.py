@@ -11,6 +11,7 @@ from typing import Self, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
+from kvern.client.api_key import key_metadata
 from kvern.client.channel import DEFAULT_ADDRESS, open_channel, ticket_metadata
 from kvern.client.errors import KvernError, from_rpc
 from kvern.client.generation import Generation
@@ -60,7 +61,8 @@ class Client:
     Calls go in turn to all addresses that a name has. `credentials` switch TLS on:
     `grpc.ssl_channel_credentials(root_certificates)`, and a key and certificate as well where the server asks for them.
     `authority` is the name in the server's certificate, where that is not the one in its address.
-    `metadata` goes with every call, such as ("authorization", "Bearer ...").
+    `api_key`, a key or a token, goes with every call; in plain text it goes to this machine only, unless
+    `plaintext_api_key` says that the network is safe. `metadata` goes with every call too.
 
     Every method raises KvernError.
     """
@@ -71,11 +73,15 @@ class Client:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         authority: str | None = None,
+        api_key: str = "",
+        plaintext_api_key: bool = False,
         metadata: Sequence[tuple[str, str | bytes]] = (),
         retry: RetryPolicy = DEFAULT_RETRY_POLICY,
     ) -> None:
         self.address = address
-        self._metadata = tuple(metadata)
+        is_encrypted = credentials is not None
+        key = key_metadata(api_key, address, is_encrypted=is_encrypted, plaintext_api_key=plaintext_api_key)
+        self._metadata = (*key, *metadata)
         self._policy = retry
         self._channel = open_channel(address, credentials, authority)
         self._inference = InferenceServiceStub(self._channel)
@@ -127,6 +133,20 @@ class Client:
     def list_replicas(self, *, timeout_s: float | None = None) -> router_pb2.ListReplicasResponse:
         """Return what the router knows of its replicas: state, limits, load."""
         return self._unary(self._router.ListReplicas, router_pb2.ListReplicasRequest(), timeout_s)
+
+    def drain_replica(
+        self, replica: str, *, undo: bool = False, timeout_s: float | None = None
+    ) -> router_pb2.DrainReplicaResponse:
+        """Take a replica, by its id or address, out of every router's choice, or back in. What runs there goes on."""
+        request = router_pb2.DrainReplicaRequest(replica=replica, undo=undo)
+        return self._unary(self._router.DrainReplica, request, timeout_s)
+
+    def reset_cache(
+        self, *, replica: str = "", model: str = "", timeout_s: float | None = None
+    ) -> router_pb2.ResetCacheResponse:
+        """Let a replica, or all of a model, forget their cached prompts."""
+        target = {"replica": replica} if replica else {"model": model}
+        return self._unary(self._router.ResetCache, router_pb2.ResetCacheRequest(**target), timeout_s)
 
     def _run(self, request: pb.GenerateRequest, ticket: bytes = b"", **timeouts: Unpack[Timeouts]) -> Generator[Event]:
         generation = Generation(request, self._policy, **timeouts)

@@ -35,7 +35,7 @@ _OWN_FIELDS = frozenset(
 )
 """Settings that the set gives its services itself: how they are connected, no wait for a load balancer, one model."""
 
-_CLIENT_VARIABLES = frozenset({"KVERN_SERVER"})
+_CLIENT_VARIABLES = frozenset({"KVERN_SERVER", "KVERN_API_KEY", "KVERN_API_KEY_FILE"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class Launch:
     """Where each service tells of its health and metrics, by process name. Empty unless it was asked for."""
     has_tls: bool
     """Whether its TCP ports speak TLS."""
+    asks_callers: bool
+    """Whether callers must show who they are."""
     drain_timeout_s: float
 
 
@@ -81,13 +83,21 @@ def prepare(options: SetOptions, folder: Path, environ: Mapping[str, str] = os.e
     asked = wiring.engine()
     engine = EngineSettings.load(asked.flags, prog="kvern up", environ=asked.environ)
     model = find_model(engine.model)
-    specs, status = wiring.specs(engine), {}
+    specs, status, asks_callers = wiring.specs(engine), {}, False
     for spec in specs:
         if (settings_class := SERVICES.get(_service(spec.name))) is not None:
             settings = settings_class.load(spec.flags, prog="kvern up", environ=spec.environ)
             if settings.status_listen is not None:
                 status[spec.name] = settings.status_listen
-    return Launch(model, specs, status, engine.tls_cert is not None, engine.drain_timeout_s)
+            if isinstance(settings, RouterSettings):
+                asks_callers = settings.asks_callers
+                _check_digest_key(settings, engine)
+    return Launch(model, specs, status, engine.tls_cert is not None, asks_callers, engine.drain_timeout_s)
+
+
+def _check_digest_key(router: RouterSettings, engine: EngineSettings) -> None:
+    if router.tenants is not None and engine.digest_key_file is None:
+        raise SettingsError("digest_key_file: needed with tenants, as salt_secret_file is")
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:

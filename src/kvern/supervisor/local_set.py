@@ -31,12 +31,14 @@ class LocalSet:
     """Where each service tells of its health and metrics, by process name. Empty unless it was asked for."""
     has_tls: bool
     """Whether its TCP ports speak TLS."""
+    asks_callers: bool
+    """Whether the router asks callers who they are."""
     processes: list[ChildProcess]
     drain_timeout_s: float
 
     @property
     def router(self) -> str:
-        """Where its own machine's user calls the router: over its socket, with nothing to prove."""
+        """Where its own machine's user calls the router: over its socket, without TLS."""
         return f"unix:{self.sockets / 'router.sock'}"
 
     def run(self, stop: StopRequest, observer: Observer) -> None:
@@ -70,6 +72,7 @@ def open_set(options: SetOptions) -> Iterator[LocalSet]:
             logs,
             launch.status,
             launch.has_tls,
+            launch.asks_callers,
             processes,
             launch.drain_timeout_s,
         )
