@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvern.services.runtime.reloading import Reloaded, UnusableFile, read_bytes
 
-CHECK_INTERVAL_S = 1.0
+CHECK_INTERVAL_S = 0.5
 MAX_FILE_BYTES = 16 * 1024 * 1024
 
 _Value = TypeVar("_Value")

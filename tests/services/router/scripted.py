@@ -101,6 +101,8 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
     answers_polls: bool = True
     epoch: int = 1
     contract: str = "c"
+    digest_key: str = ""
+    num_resets: int = 0
     load: replica.ReplicaLoad = field(default_factory=replica.ReplicaLoad)
     received: list[inference.GenerateRequest] = field(default_factory=list)
     last: replica.ServeRequest = field(default_factory=replica.ServeRequest)
@@ -139,9 +141,27 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
         if not self.answers_polls:
             raise Unavailable("gone")
         engine = replica.EngineInfo(
-            epoch=self.epoch, model=MODEL, contract=self.contract, block_size=16, max_model_len=CONTEXT, vocab_size=256
+            epoch=self.epoch,
+            model=MODEL,
+            contract=self.contract,
+            block_size=16,
+            max_model_len=CONTEXT,
+            vocab_size=256,
+            digest_key=self.digest_key,
         )
         return replica.GetReplicaInfoResponse(state=self.state, engine=engine, load=self.load)
+
+    async def SetDraining(
+        self, request: replica.SetDrainingRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> replica.SetDrainingResponse:
+        self.state = replica.REPLICA_STATE_DRAINING if request.draining else replica.REPLICA_STATE_READY
+        return replica.SetDrainingResponse()
+
+    async def DropCache(
+        self, request: replica.DropCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> replica.DropCacheResponse:
+        self.num_resets += 1
+        return replica.DropCacheResponse()
 
 
 class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -151,6 +171,9 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.address = address
         self.failures = 0
         self.hangs = False
+        self.digest_key = ""
+        self.scopes: list[str] = []
+        """Of all texts that came."""
         self.health = health.aio.HealthServicer()
 
     async def set_serving(self, serving: bool) -> None:
@@ -162,6 +185,7 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.EncodePromptResponse:
         if self.hangs:
             await for_ever()
+        self.scopes.append(request.scope)
         if self.failures:
             self.failures -= 1
             raise Unavailable("restarting")
@@ -174,7 +198,9 @@ class ScriptedTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def GetTokenizerInfo(
         self, request: tokenizer_pb2.GetTokenizerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> tokenizer_pb2.GetTokenizerInfoResponse:
-        return tokenizer_pb2.GetTokenizerInfoResponse(tokenizers=[tokenizer_pb2.TokenizerInfo(model=MODEL)])
+        return tokenizer_pb2.GetTokenizerInfoResponse(
+            tokenizers=[tokenizer_pb2.TokenizerInfo(model=MODEL)], digest_key=self.digest_key
+        )
 
     async def DecodeTokens(
         self, request: tokenizer_pb2.DecodeTokensRequest, context: grpc.aio.ServicerContext[Any, Any]
