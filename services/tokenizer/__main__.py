@@ -23,7 +23,7 @@ SERVICE = "kvern.v1.TokenizerService"
 async def main(settings: TokenizerSettings, status: Status) -> None:
     key = DEFAULT_KEY if settings.digest_key_file is None else read_digest_key(settings.digest_key_file)
     tokenizers = {name: load_tokenizer(source) for name, source in find_models(settings).items()}
-    with Workers() as workers:
+    with Workers(tokenizers) as workers:
         async with GrpcServer(settings, [SERVICE], status) as server:
             cache = PrefixCache(settings.text_cache_memory)
             status.registry.register(TokenizerState(workers, cache))

@@ -1,20 +1,17 @@
-"""Chats to text, through the model's own template in transformers' sandbox."""
+"""Chats to text, through the model's own template."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-import jinja2
 from pydantic_core import from_json
 
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.text import Tokenizer
 from kvern.services.tokenizer.control_tokens import ControlTokenGuard
+from kvern.services.tokenizer.template_sandbox import TemplateRefused, TemplateSandbox
 from kvern.v1 import inference_pb2
-
-_TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a template raises on messages it was not written for."""
 
 _MAX_REASON_CHARS = 256
 """It may quote the whole chat, and a status has room for a few kilobytes."""
@@ -26,6 +23,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Tokenizer, guard: ControlTokenGuard) -> None:
         self._transformers = tokenizer.transformers
         self._guard = guard
+        self._sandbox = TemplateSandbox()
         parameters = inspect.signature(self._transformers.apply_chat_template).parameters
         self._reserved = parameters.keys() - {"documents"} | {"messages"}
 
@@ -41,16 +39,19 @@ class ChatRenderer:
         opens_turn = not chat.continue_final_message
         if chat.HasField("add_generation_prompt"):
             opens_turn = chat.add_generation_prompt
+        if opens_turn and chat.continue_final_message:
+            raise InvalidArgument("chat", "continue_final_message and add_generation_prompt are not compatible")
         try:
-            return self._transformers.apply_chat_template(  # type: ignore[no-any-return]
-                messages,
-                tools=tools or None,
-                tokenize=False,
-                add_generation_prompt=opens_turn,
-                continue_final_message=chat.continue_final_message,
-                **variables,
-            )
-        except _TEMPLATE_ERRORS as error:
+            job = {
+                "messages": messages,
+                "tools": tools or None,
+                "chat_template": self._transformers.get_chat_template(None, tools or None),
+                "add_generation_prompt": opens_turn,
+                "continue_final_message": chat.continue_final_message,
+                "variables": {**self._transformers.special_tokens_map, **variables},
+            }
+            return self._sandbox.render(job)
+        except (TemplateRefused, ValueError) as error:
             reason = self._guard.unmark(str(error))[:_MAX_REASON_CHARS]
             raise InvalidArgument("chat", f"the model's template refuses it: {reason}") from error
 

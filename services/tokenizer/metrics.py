@@ -13,7 +13,7 @@ from kvern.services.tokenizer.prefix_cache import PrefixCache
 from kvern.services.tokenizer.workers import Workers
 from kvern.v1 import tokenizer_pb2
 
-_Encode = Callable[[tokenizer_pb2.EncodePromptRequest], tokenizer_pb2.EncodePromptResponse]
+_Encode = Callable[[tokenizer_pb2.EncodePromptRequest, str | None], tokenizer_pb2.EncodePromptResponse]
 
 
 class TokenizerMetrics:
@@ -22,7 +22,7 @@ class TokenizerMetrics:
     def __init__(self, registry: CollectorRegistry, models: Iterable[str]) -> None:
         duration = Histogram(
             "kvern_tokenizer_encode_seconds",
-            "How long a thread encoded one prompt, digests of its blocks included, waiting for the thread not.",
+            "How long a thread encoded one prompt, digests of its blocks included, waiting and rendering a chat not.",
             ["model"],
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
@@ -35,9 +35,11 @@ class TokenizerMetrics:
     def counting(self, model: str, encode: _Encode) -> _Encode:
         """Return a function that encodes prompts of a served model and counts them."""
 
-        def counted(request: tokenizer_pb2.EncodePromptRequest) -> tokenizer_pb2.EncodePromptResponse:
+        def counted(
+            request: tokenizer_pb2.EncodePromptRequest, rendered: str | None
+        ) -> tokenizer_pb2.EncodePromptResponse:
             with self._duration[model].time():
-                response = encode(request)
+                response = encode(request, rendered)
             self._tokens[model].inc(len(response.token_ids))
             return response
 

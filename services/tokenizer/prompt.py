@@ -29,12 +29,21 @@ class PromptEncoder:
         self._renderer = ChatRenderer(tokenizer, self._guard)
         self._added_bos_id = self._find_added_bos()
 
-    def encode(self, request: tokenizer_pb2.EncodePromptRequest) -> tokenizer_pb2.EncodePromptResponse:
-        """Return a prompt's ids, and digests if asked for. Raises InvalidArgument."""
+    def render(self, request: tokenizer_pb2.EncodePromptRequest) -> str:
+        """Return the text of a chat. Raises InvalidArgument."""
+        return self._renderer.render(request.chat)
+
+    def encode(
+        self, request: tokenizer_pb2.EncodePromptRequest, rendered: str | None = None
+    ) -> tokenizer_pb2.EncodePromptResponse:
+        """Return a prompt's ids, and digests if asked for. Raises InvalidArgument.
+
+        rendered: the text of a chat, where that has been rendered already.
+        """
         kind = request.WhichOneof("prompt")
         if kind is None:
             raise InvalidArgument("prompt", "missing; give text, chat or token_ids")
-        token_ids = self._token_ids(request)
+        token_ids = self._token_ids(request, rendered)
         if not token_ids:
             raise InvalidArgument(kind, "the prompt has no tokens")
         if request.HasField("keep_last_tokens"):
@@ -47,13 +56,13 @@ class PromptEncoder:
             bad_words=encode_bad_words(self._tokenizer, request.bad_words),
         )
 
-    def _token_ids(self, request: tokenizer_pb2.EncodePromptRequest) -> list[int]:
+    def _token_ids(self, request: tokenizer_pb2.EncodePromptRequest, rendered: str | None) -> list[int]:
         if request.HasField("token_ids"):
             token_ids = list(request.token_ids.ids)
             check_token_ids("token_ids.ids", token_ids, self._tokenizer.vocab_size)
             return token_ids
         if request.HasField("chat"):
-            rendered = self._renderer.render(request.chat)
+            rendered = self.render(request) if rendered is None else rendered
             token_ids = self._guard.encode(rendered, add_special_tokens=request.add_special_tokens, scope=request.scope)
             return self._with_one_bos(token_ids, request.add_special_tokens)
         adds_special = request.add_special_tokens if request.HasField("add_special_tokens") else True

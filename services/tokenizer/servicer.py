@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -18,7 +19,6 @@ from kvern.services.tokenizer.workers import Workers
 from kvern.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_Served = TypeVar("_Served")
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
@@ -33,26 +33,28 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         digest_key: bytes = DEFAULT_KEY,
     ) -> None:
         self._tokenizers = tokenizers
-        self._encoders = {
-            name: metrics.counting(name, PromptEncoder(tokenizer, cache, digest_key).encode)
-            for name, tokenizer in tokenizers.items()
-        }
+        self._encoders = {name: PromptEncoder(tokenizer, cache, digest_key) for name, tokenizer in tokenizers.items()}
+        self._encode = {name: metrics.counting(name, encoder.encode) for name, encoder in self._encoders.items()}
         self._workers = workers
         self._digest_key = digest_key
 
     async def EncodePrompt(
         self, request: tokenizer_pb2.EncodePromptRequest, context: _Context
     ) -> tokenizer_pb2.EncodePromptResponse:
-        encode = _find(self._encoders, request.model)
+        name, rendered = _name_of(self._encoders, request.model), None
+        if request.HasField("chat"):
+            with current_span().child("render"):
+                render = partial(self._encoders[name].render, request)
+                rendered = await self._workers.render(name, request.ByteSize(), render)
         with current_span().child("encode") as span:
-            encoded = await self._workers.run(request.ByteSize(), encode, request)
+            encoded = await self._workers.run(request.ByteSize(), self._encode[name], request, rendered)
             span.set({"kvern.num_tokens": len(encoded.token_ids)})
         return encoded
 
     async def DecodeTokens(
         self, request: tokenizer_pb2.DecodeTokensRequest, context: _Context
     ) -> tokenizer_pb2.DecodeTokensResponse:
-        tokenizer = _find(self._tokenizers, request.model)
+        tokenizer = self._tokenizers[_name_of(self._tokenizers, request.model)]
         return await self._workers.run(request.ByteSize(), _decode, tokenizer, request)
 
     async def GetTokenizerInfo(
@@ -72,14 +74,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         )
 
 
-def _find(served: Mapping[str, _Served], model: str) -> _Served:
-    """Return what is served under a model's name; an empty name means the only one."""
+def _name_of(served: Mapping[str, object], model: str) -> str:
+    """Return the name that a model is served under; an empty name means the only one."""
     if not model and len(served) > 1:
         raise InvalidArgument("model", f"must be named where several are served: {', '.join(sorted(served))}")
-    found = served.get(model) if model else next(iter(served.values()))
-    if found is None:
+    name = model or next(iter(served))
+    if name not in served:
         raise NotFound(f"model {model!r} is not served here; served: {', '.join(sorted(served))}")
-    return found
+    return name
 
 
 def _decode(tokenizer: Tokenizer, request: tokenizer_pb2.DecodeTokensRequest) -> tokenizer_pb2.DecodeTokensResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -28,15 +28,20 @@ _Result = TypeVar("_Result")
 class Workers:
     """A thread for each core, since encoding releases the GIL, and one more that large requests take in turns.
 
-    So small requests do not wait for large ones, and only one of these at a time takes the memory that it needs. Used
-    from one event loop.
+    So small requests do not wait for large ones, and only one of these at a time takes the memory that it needs. As
+    many again for each model render its chats: where a template takes its time, that is its own model's. Used from one
+    event loop.
     """
 
-    def __init__(self, *, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, models: Iterable[str] = (), *, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
         self.num_refused = {"jobs": 0, "bytes": 0}
         """Requests refused, by the bound that was reached."""
-        self._small = _Threads(len(os.sched_getaffinity(0)), "worker", max_jobs, max_bytes, self.num_refused)
+        num_cores = len(os.sched_getaffinity(0))
+        self._small = _Threads(num_cores, "worker", max_jobs, max_bytes, self.num_refused)
         self._large = _Threads(1, "large-worker", max_jobs, max_bytes, self.num_refused)
+        self._chats = {
+            model: _Threads(num_cores, f"chats-{model}", max_jobs, max_bytes, self.num_refused) for model in models
+        }
 
     async def run(
         self, num_bytes: int, function: Callable[_Params, _Result], *args: _Params.args, **kwargs: _Params.kwargs
@@ -48,10 +53,14 @@ class Workers:
         threads = self._large if num_bytes > LARGE_BYTES else self._small
         return await threads.run(num_bytes, partial(function, *args, **kwargs))
 
+    async def render(self, model: str, num_bytes: int, function: Callable[[], _Result]) -> _Result:
+        """Call a function that renders a chat of a model, as `run` does."""
+        return await self._chats[model].run(num_bytes, function)
+
     @property
     def num_jobs(self) -> int:
         """Jobs running and waiting."""
-        return self._small.num_jobs + self._large.num_jobs
+        return sum(threads.num_jobs for threads in self._all)
 
     def __enter__(self) -> Self:
         return self
@@ -59,8 +68,12 @@ class Workers:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._small.shutdown()
-        self._large.shutdown()
+        for threads in self._all:
+            threads.shutdown()
+
+    @property
+    def _all(self) -> list[_Threads]:
+        return [self._small, self._large, *self._chats.values()]
 
 
 class _Threads:
