@@ -20,7 +20,7 @@ from kvern.engine.errors import RequestRefused
 _MAX_ERROR_CHARS = 500
 _QUOTED_LINE = re.compile(r"\n *\d+ \| ")
 _LIMITS = LLParserLimits(verbose_errors=False)
-"""The library's own: they bound the work of compiling, and that of each step to some 20 ms."""
+"""The library's own: they bound most of the work of compiling, and that of each step to some 20 ms."""
 
 
 class Grammar:
@@ -92,19 +92,28 @@ class GrammarCompiler:
         self._grammars.move_to_end(constraint)
         return future
 
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether it was asked for this one not long ago."""
+        return constraint in self._grammars
+
     def close(self) -> None:
         """Compile nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, constraint: Constraint) -> Grammar:
-        try:
-            grammar = to_lark(constraint, self._tokenizer)
-        except ValueError as error:
-            raise RequestRefused(constraint.field, f"cannot be compiled: {error}") from error
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise RequestRefused(constraint.field, f"cannot be compiled: {_error_of(matcher)}")
-        return Grammar(matcher, self._end_bits)
+        return Grammar(new_matcher(constraint, self._tokenizer), self._end_bits)
+
+
+def new_matcher(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
+    """Compile a constraint. Raises RequestRefused naming the client's field."""
+    try:
+        grammar = to_lark(constraint, tokenizer)
+    except ValueError as error:
+        raise RequestRefused(constraint.field, f"cannot be compiled: {error}") from error
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise RequestRefused(constraint.field, f"cannot be compiled: {_error_of(matcher)}")
+    return matcher
 
 
 def _bits(token_ids: Collection[int], vocab_size: int) -> NDArray[np.int32]:

@@ -11,11 +11,15 @@ from kvern.engine.constraint import Constraint, ConstraintKind
 from kvern.engine.errors import RequestRefused
 from kvern.engine.grammar import Grammar, GrammarCompiler
 from kvern.engine.startup import Engine
+from kvern.services.runtime.bounded_work import BoundedWork
 from kvern.services.runtime.model_source import ModelSource
 from kvern.v1 import inference_pb2
 
 _COMPILE_TIMEOUT_S = 30.0
-"""From arrival, with the time that others' constraints take. The library's limits bound each to about a second."""
+"""From arrival, with the time that others' constraints take, which is bounded for each."""
+
+MAX_TRIALS = 2
+"""At a time: they take the engine's processors."""
 
 _log = structlog.get_logger("kvern.engine")
 
@@ -26,6 +30,8 @@ class Grammars:
     def __init__(self, source: ModelSource, engine: Engine) -> None:
         self._loading = asyncio.create_task(self._load(source, engine))
         self._failure = ""
+        self._trials = BoundedWork("kvern.services.engine.grammar_process")
+        self._trial_slots = asyncio.Semaphore(MAX_TRIALS)
 
     async def compile(self, constraint: inference_pb2.Constraint) -> Grammar:
         """Return a constraint's grammar. Raises RequestRefused for one that cannot be compiled, or not in time."""
@@ -35,10 +41,23 @@ class Grammars:
                 compiler = await asyncio.shield(self._loading)
                 if compiler is None:
                     raise RequestRefused("constraint", f"not possible with this model: {self._failure}")
+                await self._try(compiler, wanted)
                 # Others may wait for the same grammar.
                 return await asyncio.shield(asyncio.wrap_future(compiler.compile(wanted)))
         except TimeoutError as error:
             raise RequestRefused(wanted.field, f"not compiled within {_COMPILE_TIMEOUT_S:g} s") from error
+
+    async def _try(self, compiler: GrammarCompiler, wanted: Constraint) -> None:
+        """See elsewhere whether a constraint can be compiled in bounds. Raises RequestRefused."""
+        if not wanted.text or compiler.knows(wanted):
+            return
+        async with self._trial_slots:
+            job = {"kind": wanted.kind.value, "text": wanted.text}
+            answer = await asyncio.to_thread(self._trials.ask, job)
+        if answer is None:
+            raise RequestRefused(wanted.field, "cannot be compiled: too much work")
+        if answer:
+            raise RequestRefused(answer["field"], answer["refused"])
 
     async def close(self) -> None:
         """Compile nothing more."""

@@ -7,10 +7,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from kvern.services.runtime.bounded_process import MIB
+from kvern.services.runtime.bounded_work import BoundedWork
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.text import Tokenizer
 from kvern.services.tokenizer.control_tokens import ControlTokenGuard
-from kvern.services.tokenizer.template_sandbox import TemplateRefused, TemplateSandbox
+from kvern.services.tokenizer.template_limits import LIMITS
 from kvern.v1 import inference_pb2
 
 _MAX_REASON_CHARS = 256
@@ -23,7 +25,7 @@ class ChatRenderer:
     def __init__(self, tokenizer: Tokenizer, guard: ControlTokenGuard) -> None:
         self._transformers = tokenizer.transformers
         self._guard = guard
-        self._sandbox = TemplateSandbox()
+        self._processes = BoundedWork("kvern.services.tokenizer.template_process")
         parameters = inspect.signature(self._transformers.apply_chat_template).parameters
         self._reserved = parameters.keys() - {"documents"} | {"messages"}
 
@@ -50,10 +52,16 @@ class ChatRenderer:
                 "continue_final_message": chat.continue_final_message,
                 "variables": {**self._transformers.special_tokens_map, **variables},
             }
-            return self._sandbox.render(job)
-        except (TemplateRefused, ValueError) as error:
-            reason = self._guard.unmark(str(error))[:_MAX_REASON_CHARS]
-            raise InvalidArgument("chat", f"the model's template refuses it: {reason}") from error
+            answer = self._processes.ask(job)
+        except ValueError as error:  # no template for this, or a number that has too many digits to be written
+            answer = {"refused": str(error)}
+        if answer is None:
+            limits = f"{LIMITS.cpu_s:g} s of processor time or {LIMITS.num_bytes // MIB} MiB of memory"
+            raise InvalidArgument("chat", f"the model's template needs more than {limits} for it")
+        if "refused" in answer:
+            reason = self._guard.unmark(answer["refused"])[:_MAX_REASON_CHARS]
+            raise InvalidArgument("chat", f"the model's template refuses it: {reason}")
+        return str(answer["rendered"])
 
     def _variables(self, template_kwargs_json: str) -> dict[str, Any]:
         field = "chat.template_kwargs_json"

@@ -12,10 +12,10 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from kvern.services.runtime import bounded_work
 from kvern.services.runtime.errors import InvalidArgument
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
-from kvern.services.tokenizer import template_sandbox
 from kvern.services.tokenizer.metrics import TokenizerMetrics
 from kvern.services.tokenizer.prefix_cache import PrefixCache
 from kvern.services.tokenizer.prompt import PromptEncoder
@@ -74,13 +74,13 @@ def test_bomb_is_refused_and_the_next_chat_is_not(encoder: PromptEncoder, plain:
 
 
 def test_process_that_others_are_forked_from_died_is_started_anew(encoder: PromptEncoder) -> None:
-    forks = template_sandbox._forks
-    assert forks._process is not None
-    os.kill(forks._process.pid, signal.SIGKILL)
-    forks._process.wait()
-    sandbox = template_sandbox.TemplateSandbox()
+    module = "kvern.services.tokenizer.template_process"
+    forks = bounded_work._forks_of(module)
+    assert forks.process is not None
+    os.kill(forks.process.pid, signal.SIGKILL)
+    forks.process.wait()
     job: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": PLAIN, "variables": {}}
-    assert sandbox.render(job) == "Hi"
+    assert bounded_work.BoundedWork(module).ask(job) == {"rendered": "Hi"}
 
 
 def test_template_sees_the_machine_as_little_as_its_python(encoder: PromptEncoder, plain: Tokenizer) -> None:

@@ -1,0 +1,5 @@
+"""What compiling one constraint may take. A wide schema takes half a second."""
+
+from kvern.services.runtime.bounded_process import MIB, Limits
+
+LIMITS = Limits(cpu_s=2.0, num_bytes=512 * MIB, stack_bytes=4 * MIB, niceness=10)

@@ -1,0 +1,142 @@
+"""Work whose cost others' input decides, done by processes that may be lost: a loop without an end, memory without a
+bound or a library's crash harms nobody else.
+
+    work = BoundedWork("kvern.services.tokenizer.template_process")
+    answer = work.ask(job)
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from typing import IO
+
+from kvern.services.runtime.bounded_process import Message, read_frame, write_frame
+from kvern.services.runtime.errors import Unavailable
+
+MAX_WAIT_S = 30.0
+"""For an answer, whatever keeps the other side from giving one."""
+
+
+class BoundedWork:
+    """Processes of one kind. Threads may share it; each gets one to itself, which others use later."""
+
+    def __init__(self, module: str) -> None:
+        """module: calls `bounded_process.serve` when it is run. It begins to load at once."""
+        self._idle: list[_Process] = []
+        self._forks = _forks_of(module)
+
+    def ask(self, job: Message) -> Message | None:
+        """Return the answer to a job; None where none came within the limits.
+
+        Raises ValueError for a job that JSON cannot hold, Unavailable where nobody can work on it.
+        """
+        process = self._take()
+        try:
+            answer = process.ask(job)
+        except OSError:
+            answer = None
+        except ValueError:
+            process.close()
+            raise
+        if answer is None:
+            process.close()
+        else:
+            self._idle.append(process)
+        return answer
+
+    def _take(self) -> _Process:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return _Process(self._forks)
+
+
+class _Process:
+    def __init__(self, forks: _Forks) -> None:
+        """Raises Unavailable."""
+        connection, other = socket.socketpair()
+        connection.settimeout(MAX_WAIT_S)
+        self._jobs: IO[bytes] = connection.makefile("wb")
+        self._answers: IO[bytes] = connection.makefile("rb")
+        self.close = weakref.finalize(self, _close, self._jobs, self._answers, connection)
+        with other:
+            forks.send(other)
+
+    def ask(self, job: Message) -> Message | None:
+        """Return its answer; None where it has ended. Raises OSError likewise."""
+        write_frame(self._jobs, job)
+        return read_frame(self._answers)
+
+
+def _close(*files: IO[bytes] | socket.socket) -> None:
+    for file in files:
+        with suppress(OSError):  # what was written may have nowhere to go
+            file.close()
+
+
+class _Forks:
+    """The process that others are forked from: started when it is first needed, and again when it died."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        atexit.register(self._end)
+
+    def start(self) -> None:
+        """Let it load, which takes a second, while others do something else."""
+        with self._lock:
+            if self._control is None:
+                self._restart()
+
+    def send(self, connection: socket.socket) -> None:
+        """Have a process forked that serves a connection. Raises Unavailable."""
+        with self._lock:
+            try:
+                self._send(connection)
+            except OSError:
+                self._restart()
+                try:
+                    self._send(connection)
+                except OSError as error:
+                    raise Unavailable(f"{self._module} does not run") from error
+
+    def _send(self, connection: socket.socket) -> None:
+        if self._control is None:
+            raise OSError("not started")
+        socket.send_fds(self._control, [b"\0"], [connection.fileno()])
+
+    def _restart(self) -> None:
+        self._end()
+        self._control, other = socket.socketpair()
+        command = [sys.executable, "-P", "-m", self._module, str(other.fileno())]
+        # Numerical libraries start threads where they are imported, and those would not survive a fork.
+        environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        with other:
+            # A session of its own: Ctrl-C at a terminal is its parent's.
+            self.process = subprocess.Popen(
+                command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environ, start_new_session=True
+            )
+
+    def _end(self) -> None:
+        """Let it go: without its connection it ends by itself."""
+        if self._control is not None and self.process is not None:
+            self._control.close()
+            self.process.wait()
+
+
+@functools.cache
+def _forks_of(module: str) -> _Forks:
+    """Return the one process of a module that others are forked from."""
+    forks = _Forks(module)
+    forks.start()
+    return forks
