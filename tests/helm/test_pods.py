@@ -244,7 +244,7 @@ def test_pod_passes_restricted_security(name: str) -> None:
             assert component(pod) == "redis" or "/var/cache/kvern" in writable
 
 
-_RESTRICTED_VOLUMES = {"emptyDir", "persistentVolumeClaim", "secret", "image"}
+_RESTRICTED_VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret", "image"}
 """Those of Kubernetes' restricted level that the chart has a use for; `image` came to it with 1.33."""
 
 

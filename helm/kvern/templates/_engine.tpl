@@ -38,6 +38,7 @@ args:
   {{- if and $pool.smg.enabled $pool.smg.kvEvents }}
   {{- include "kvern.smgFlags" $pool.smg | nindent 2 }}
   {{- end }}
+  {{- include "kvern.optional" (list 2 (include "kvern.digestKeyFlags" $root)) }}
   {{- include "kvern.optional" (list 2 (include "kvern.flags" $pool.engine.settings)) }}
 {{ include "kvern.list" (list "env" (include "kvern.podEnv" .) (include "kvern.redisEnv" (list $root "engine")) (include "kvern.modelEnv" $models) (include "kvern.yaml" $pool.engine.env)) }}
 ports:
@@ -45,7 +46,7 @@ ports:
 {{ include "kvern.startupProbe" (list $root "status-sidecar" "/readyz" $pool.startup.timeoutSeconds) }}
 {{ include "kvern.probes" (list $root "status-sidecar") }}
 resources: {{- include "kvern.resources" $resources | trim | nindent 2 }}
-{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) "- {name: shm, mountPath: /dev/shm}" (include "kvern.redisMounts" $root) (include "kvern.secretMounts" (list $root "tls" "redis-auth")) (include "kvern.modelMounts" $models)) }}
+{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) "- {name: shm, mountPath: /dev/shm}" (include "kvern.redisMounts" $root) (include "kvern.secretMounts" (list $root "tls" "redis-auth" "digest-key")) (include "kvern.modelMounts" $models)) }}
 {{- end }}
 
 {{- define "kvern.podEnv" -}}

@@ -26,6 +26,7 @@ args:
   - --drain-delay-s={{ add $drain.delaySeconds 5 }}
   {{- end }}
   - --drain-timeout-s=5
+  {{- include "kvern.optional" (list 2 (include "kvern.digestKeyFlags" $root)) }}
   {{- include "kvern.optional" (list 2 (include "kvern.flags" $tokenizer.settings)) }}
 {{ include "kvern.list" (list "env" (include "kvern.modelEnv" $models) (include "kvern.yaml" $tokenizer.env)) }}
 ports:
@@ -33,7 +34,7 @@ ports:
 {{ include "kvern.startupProbe" (list $root "status-sidecar" "/readyz" $root.Values.router.startup.timeoutSeconds) }}
 {{ include "kvern.probes" (list $root "status-sidecar") }}
 resources: {{- include "kvern.resources" $tokenizer.resources | trim | nindent 2 }}
-{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) (include "kvern.secretMounts" (list $root "tls")) (include "kvern.modelMounts" $models)) }}
+{{ include "kvern.list" (list "volumeMounts" (include "kvern.mounts" .) (include "kvern.secretMounts" (list $root "tls" "digest-key")) (include "kvern.modelMounts" $models)) }}
 {{- end }}
 
 {{/* A second main container, not a sidecar: it drains together with the router, whose client it is. */}}

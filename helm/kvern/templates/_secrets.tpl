@@ -21,6 +21,36 @@
 {{- end }}
 {{- end }}
 
+{{/* Who may call a router. */}}
+{{- define "kvern.authFlags" -}}
+{{- $auth := .Values.auth -}}
+{{- if $auth.apiKeys.secret.name }}
+- --api-keys=/etc/kvern/api-keys/keys.yaml
+{{- end }}
+{{- if $auth.jwt.issuer }}
+- {{ printf "--jwt-issuer=%s" $auth.jwt.issuer | quote }}
+- {{ printf "--jwt-audience=%s" (required "auth.jwt.audience: whom tokens must be for" $auth.jwt.audience) | quote }}
+- {{ printf "--jwt-jwks=%s" (required "auth.jwt.jwks: where the issuer's keys are" $auth.jwt.jwks) | quote }}
+- {{ printf "--jwt-tenant-claim=%s" $auth.jwt.tenantClaim | quote }}
+- {{ printf "--jwt-roles-claim=%s" $auth.jwt.rolesClaim | quote }}
+{{- end }}
+{{- if $auth.tenants.name }}
+- --tenants=/etc/kvern/tenants/tenants.yaml
+- --salt-secret-file=/etc/kvern/salt/secret
+{{- end }}
+{{- end }}
+
+{{/* Of tokenizers and engines. */}}
+{{- define "kvern.digestKeyFlags" -}}
+{{- if include "kvern.hasDigestKey" . }}
+- --digest-key-file=/etc/kvern/digest-key/key
+{{- end }}
+{{- end }}
+
+{{- define "kvern.hasDigestKey" -}}
+{{- if or .Values.auth.tenants.name .Values.auth.digestKey.name }}true{{ end -}}
+{{- end }}
+
 {{- define "kvern.redisPasswordFlags" -}}
 {{- if and .Values.redis.auth.secret (ne .Values.redis.mode "none") }}
 - --redis-password-file=/etc/kvern/redis-auth/password
@@ -37,6 +67,10 @@
 {{- $given := dict "tls" $values.tls.enabled "client-ca" (and $values.tls.enabled $values.tls.clientCa.name) -}}
 {{- $_ := set $given "tickets" $values.tickets.secret.name -}}
 {{- $_ := set $given "redis-auth" (and $values.redis.auth.secret (ne $values.redis.mode "none")) -}}
+{{- $_ := set $given "api-keys" $values.auth.apiKeys.secret.name -}}
+{{- $_ := set $given "tenants" $values.auth.tenants.name -}}
+{{- $_ := set $given "salt" $values.auth.tenants.name -}}
+{{- $_ := set $given "digest-key" (include "kvern.hasDigestKey" (index . 0)) -}}
 {{- range rest . }}
 {{- if get $given . }}
 - name: {{ . }}
@@ -62,6 +96,33 @@
     items:
       - {key: {{ $tls.clientCa.key }}, path: ca.crt}
 {{- end }}
+{{- end }}
+{{- $auth := $root.Values.auth -}}
+{{- if and (eq $component "router") $auth.apiKeys.secret.name }}
+- name: api-keys
+  secret:
+    secretName: {{ $auth.apiKeys.secret.name }}
+    items:
+      - {key: {{ $auth.apiKeys.secret.key }}, path: keys.yaml}
+{{- end }}
+{{- if and (eq $component "router") $auth.tenants.name }}
+- name: tenants
+  {{ $auth.tenants.kind }}:
+    {{ ternary "secretName" "name" (eq $auth.tenants.kind "secret") }}: {{ $auth.tenants.name }}
+    items:
+      - {key: {{ $auth.tenants.key }}, path: tenants.yaml}
+- name: salt
+  secret:
+    secretName: {{ required "auth.saltSecret.name: tenants need it" $auth.saltSecret.name }}
+    items:
+      - {key: {{ $auth.saltSecret.key }}, path: secret}
+{{- end }}
+{{- if include "kvern.hasDigestKey" $root }}
+- name: digest-key
+  secret:
+    secretName: {{ required "auth.digestKey.name: tenants need it" $auth.digestKey.name }}
+    items:
+      - {key: {{ $auth.digestKey.key }}, path: key}
 {{- end }}
 {{- with $root.Values.tickets.secret }}
 {{- if .name }}
