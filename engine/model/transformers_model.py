@@ -215,7 +215,9 @@ def _config_of(checkpoint: SafetensorsCheckpoint) -> Any:
     if checkpoint.architecture not in names.values():
         raise _refusal(checkpoint, "transformers knows no decoder of this name")
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=False
+        )
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise ModelError(f"{checkpoint.path}: transformers cannot read its config: {error}") from error
     if names.get(config.model_type) != checkpoint.architecture:
@@ -255,6 +257,7 @@ def _load(checkpoint: SafetensorsCheckpoint, config: Any, dtype: torch.dtype) ->
             dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,

@@ -110,10 +110,10 @@ def _from_directory(path: Path) -> tuple[PreTrainedTokenizerFast, str]:
     fingerprint = _fingerprint(files)
     if (path / "tokenizer.json").is_file():
         # It says all there is to say. AutoTokenizer would import torch, where there is one, to find a class for it.
-        return PreTrainedTokenizerFast.from_pretrained(path), fingerprint
+        return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False), fingerprint
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(path)
+    loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     if not isinstance(loaded, PreTrainedTokenizerFast):
         raise ValueError(f"{type(loaded).__name__} has no fast tokenizer; a tokenizer.json would do")
     return loaded, fingerprint

@@ -3,7 +3,8 @@ import struct
 import subprocess
 import sys
 
-from kvern.engine.block_hash import DEFAULT_KEY, DIGEST_BYTES, extend_digests, root_digest
+from kvern.engine.block_hash import DEFAULT_KEY, DIGEST_BYTES, extend_digests, key_fingerprint, root_digest
+from kvern.engine.contract import cache_contract
 
 
 def test_extend_digests_of_two_blocks_is_the_documented_hash() -> None:
@@ -50,3 +51,17 @@ def test_root_digest_salt_equal_to_an_adapters_name_differs() -> None:
         root_digest("c", key=b"other"),
     ]
     assert len(set(roots)) == len(roots)
+
+
+def test_fingerprint_tells_secret_keys_apart_and_is_empty_for_the_one_everybody_knows() -> None:
+    assert key_fingerprint(DEFAULT_KEY) == ""
+    assert len({key_fingerprint(b"one"), key_fingerprint(b"other"), ""}) == 3
+
+
+def test_contracts_of_different_keys_differ() -> None:
+    """Their digests never match, so their replicas are of different pools."""
+    contracts = {
+        cache_contract(model_fingerprint="weights", dtype="float32", kv_dtype="float32", block_size=16, digest_key=key)
+        for key in (DEFAULT_KEY, b"one", b"other")
+    }
+    assert len(contracts) == 3

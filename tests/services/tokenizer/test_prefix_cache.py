@@ -200,3 +200,17 @@ def test_threads_share_a_cache_that_is_always_full() -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
     assert 0 < cache.num_bytes <= 20_000
+
+
+def test_text_of_another_scope_is_not_found() -> None:
+    """How long a text takes tells a tenant nothing of what others sent."""
+    backend, cache = small_tokenizers.byte_level(), PrefixCache(MAX_BYTES)
+    backend.add_special_tokens(["<|cut|>"])
+    encoder = CachingEncoder(backend, cache)
+    text = "a" * 2000 + "<|cut|>b"
+    encoder.encode(text, add_special_tokens=False, scope="one")
+    assert cache.hit_bytes == 0
+    other = encoder.encode(text, add_special_tokens=False, scope="other")
+    assert cache.hit_bytes == 0
+    assert encoder.encode(text, add_special_tokens=False, scope="one") == other
+    assert cache.hit_bytes == 2000
