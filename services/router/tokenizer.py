@@ -71,10 +71,10 @@ class Tokenizer:
             return await self._call(self._stub.DecodeTokens, request, span.metadata, time_remaining)
 
     async def watch(self) -> None:
-        """Ask for its health for ever."""
+        """Ask for ever how it is, and what."""
         while True:
             is_serving = await self._check_health()
-            if is_serving and (not self.is_serving or self.digest_key is None):
+            if is_serving:  # each time: another one may have taken its place in between
                 await self._ask_what_it_is()
             self.is_serving = is_serving
             self._on_change()
