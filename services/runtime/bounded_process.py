@@ -8,7 +8,6 @@ It imports little, and what it forks has no threads to lose.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -18,6 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from pydantic_core import from_json, to_json
 
 Message = dict[str, Any]
 """What JSON can hold."""
@@ -77,7 +78,7 @@ def _hold_to(limits: Limits) -> None:
 
 def write_frame(stream: IO[bytes], message: Message) -> None:
     """Raises ValueError for what JSON cannot hold, OSError where nobody reads."""
-    data = json.dumps(message).encode()
+    data = to_json(message)
     stream.write(_HEADER.pack(len(data)))
     stream.write(data)
     stream.flush()
@@ -90,4 +91,4 @@ def read_frame(stream: IO[bytes]) -> Message | None:
         return None
     (num_bytes,) = _HEADER.unpack(header)
     data = stream.read(num_bytes)
-    return json.loads(data) if len(data) == num_bytes else None
+    return from_json(data) if len(data) == num_bytes else None

@@ -19,14 +19,15 @@ def answer(job: Message) -> Message:
     """
     variables = job.pop("variables")
     try:
-        rendered, _ = render_jinja_template([job.pop("messages")], **job, **variables)
+        [rendered], _ = render_jinja_template([job.pop("messages")], **job, **variables)
+        rendered.encode()  # half a surrogate pair is no text
     except MemoryError:
         return {"refused": "out of memory"}
     except Exception as error:  # whatever a template raises on messages that it was not written for
-        return {"refused": str(error)}
-    if len(rendered[0]) > MAX_RENDERED_CHARS:
+        return {"refused": str(error).encode(errors="replace").decode()}
+    if len(rendered) > MAX_RENDERED_CHARS:
         return {"refused": f"its text has more than {MAX_RENDERED_CHARS} characters"}
-    return {"rendered": rendered[0]}
+    return {"rendered": rendered}
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ BOMBS = {
     "memory": "{{ 'x' * 10**10 }}",
     "width": "{{ '%99999999999d' % 1 }}",
     "text": "{{ 'x' * (7 * 10**7) }}",
+    "no text": "{{ '\\ud800' }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
 }
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
