@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import redis
 
@@ -86,6 +87,13 @@ def test_caller_without_a_key_is_refused(up: UpProcess) -> None:
     assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
     ended = run_kvern("models", f"--server={up.listen}", environ={"KVERN_API_KEY": "key of acme"})
     assert ended.returncode == 0, ended.stderr
+
+
+def test_http_door_passes_on_whose_call_it_is(up: UpProcess) -> None:
+    url = f"http://{up.http}/v1/models"
+    assert httpx.get(url).status_code == 401
+    assert httpx.get(url, headers={"authorization": "Bearer no key"}).status_code == 401
+    assert httpx.get(url, headers={"authorization": "Bearer key of acme"}).json()["data"]
 
 
 def test_tenant_finds_its_own_cached_prompts_and_nobody_elses(up: UpProcess) -> None:
