@@ -15,9 +15,7 @@ def key_metadata(
     if not api_key:
         return ()
     if not is_encrypted and not plaintext_api_key and not is_local(address):
-        raise ValueError(
-            f"an API key would go to {address} in plain text; use TLS, or plaintext_api_key=True"
-        )
+        raise ValueError(f"an API key would go to {address} in plain text; use TLS, or plaintext_api_key=True")
     return (("authorization", f"Bearer {api_key}"),)
 
 

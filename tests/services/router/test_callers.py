@@ -222,7 +222,7 @@ async def test_admin_drains_a_replica_and_takes_it_back(guarded: Guarded) -> Non
         await _generate(guarded, key_of("acme"))
     request.undo = True
     await guarded.router.DrainReplica(request, metadata=ADMIN)
-    other.state = drained.state + 1  # type: ignore[assignment]
+    other.state = int(drained.state) + 1  # type: ignore[assignment]
     await guarded.becomes(NOT_SERVING, WHOLE_FLEET)
     await _generate(guarded, key_of("acme"))
     other.reset()
