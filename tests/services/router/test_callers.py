@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvern.services.router.identity.api_keys import hash_of
 from kvern.services.runtime.health import WHOLE_FLEET
-from kvern.v1 import inference_pb2, router_pb2
+from kvern.v1 import inference_pb2, replica_pb2, router_pb2
 from tests.services.scraping import scrape, scrape_until
 
 from . import scripted
@@ -222,7 +222,7 @@ async def test_admin_drains_a_replica_and_takes_it_back(guarded: Guarded) -> Non
         await _generate(guarded, key_of("acme"))
     request.undo = True
     await guarded.router.DrainReplica(request, metadata=ADMIN)
-    other.state = int(drained.state) + 1  # type: ignore[assignment]
+    other.state = replica_pb2.REPLICA_STATE_STARTING
     await guarded.becomes(NOT_SERVING, WHOLE_FLEET)
     await _generate(guarded, key_of("acme"))
     other.reset()
