@@ -219,8 +219,8 @@ def test_blocks_of_prompts_whose_digests_collide_are_told_apart_by_nothing_else(
     """C23: with digests of 4 bits the checked device finds another prompt's KV, so the whole strength is the digest's:
     128 bits, a chance of 2^-49 that any two of 2^40 blocks collide."""
 
-    def few_digests(parent: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
-        return [bytes([digest[0] & 15]) for digest in extend_digests(parent, token_ids, block_size)]
+    def few_digests(parent: bytes, token_ids: list[int], block_size: int, *, key: bytes) -> list[bytes]:
+        return [bytes([digest[0] & 15]) for digest in extend_digests(parent, token_ids, block_size, key=key)]
 
     def run_prompts() -> None:
         engine = Engine(num_blocks=200)

@@ -6,6 +6,8 @@ import re
 
 import yaml
 
+from kvern.services.router.identity.api_keys import ApiKeys
+from kvern.services.router.identity.tenants import Tenants
 from tests.helm.chart import CHART, SETTINGS, of_kind, render
 
 OPERATIONS = (CHART.parent.parent / "docs" / "operations.md").read_text()
@@ -17,11 +19,18 @@ def section(title: str) -> str:
     return found[1]
 
 
+VALUES, KEYS, TENANTS = re.findall(r"^```yaml\n(.*?)^```", OPERATIONS, re.MULTILINE | re.DOTALL)
+
+
 def test_example_values_render() -> None:
-    [example] = re.findall(r"^```yaml\n(.*?)^```", OPERATIONS, re.MULTILINE | re.DOTALL)
-    documents = render(yaml.safe_load(example))
+    documents = render(yaml.safe_load(VALUES))
     assert of_kind(documents, "PodMonitor", "PrometheusRule")
     assert 'model="llama-3.1-8b"' in str(of_kind(documents, "PrometheusRule"))
+
+
+def test_example_files_of_keys_and_tenants_are_read() -> None:
+    ApiKeys.parse(KEYS.encode())
+    assert Tenants.parse(TENANTS.encode()).policy_of("acme").max_concurrent == 32
 
 
 def test_flags_of_the_tuning_table_exist() -> None:
