@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,21 +24,27 @@ _REFUSAL = "the credentials are missing or not valid"
 _log = structlog.get_logger("kvern.request")
 
 
+def count_failures(registry: CollectorRegistry) -> dict[Cause, Counter]:
+    """Return what counts calls that are refused because who makes them is not known."""
+    failures = Counter(
+        "kvern_router_unauthenticated",
+        "Calls refused because who makes them is not known, by what was wrong with their credentials.",
+        ["cause"],
+        registry=registry,
+    )
+    return {cause: failures.labels(cause.value) for cause in Cause}
+
+
 class Door:
     """Admits calls: give `admit` to the server."""
 
     def __init__(
-        self, authenticator: Authenticator, tenants: ReloadedFile[Tenants] | None, registry: CollectorRegistry
+        self, authenticator: Authenticator, tenants: ReloadedFile[Tenants] | None, failures: Mapping[Cause, Counter]
     ) -> None:
+        """failures: of credentials, by what was wrong."""
         self._authenticator = authenticator
         self._tenants = tenants
-        failures = Counter(
-            "kvern_router_unauthenticated",
-            "Calls refused because who makes them is not known, by what was wrong with their credentials.",
-            ["cause"],
-            registry=registry,
-        )
-        self._failures = {cause: failures.labels(cause.value) for cause in Cause}
+        self._failures = failures
 
     async def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Raises Unauthenticated, PermissionDenied, Unavailable where it cannot be known who calls."""

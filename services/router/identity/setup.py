@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvern.services.router.identity.api_keys import ApiKeys
 from kvern.services.router.identity.authenticator import Authenticator
-from kvern.services.router.identity.door import Door
+from kvern.services.router.identity.door import Door, count_failures
 from kvern.services.router.identity.jwks import Jwks
 from kvern.services.router.identity.jwt_tokens import JwtTokens, TokenRules
 from kvern.services.router.identity.salts import Salts
@@ -38,6 +38,7 @@ class Identity:
 
 def open_identity(settings: RouterSettings, registry: CollectorRegistry) -> Identity:
     """Read what the settings name. Raises UnusableFile, SettingsError."""
+    failures = count_failures(registry)  # told by every router, so that dashboards need not know which asks
     if not settings.asks_callers:
         return Identity()
     watches: list[Coroutine[Any, Any, None]] = []
@@ -51,7 +52,7 @@ def open_identity(settings: RouterSettings, registry: CollectorRegistry) -> Iden
         jwks = Jwks(settings.jwt_jwks)
         tokens = JwtTokens(rules, jwks)
         watches.append(jwks.watch())
-    door = Door(Authenticator(keys, tokens, tenants), tenants, registry)
+    door = Door(Authenticator(keys, tokens, tenants), tenants, failures)
     return Identity(door.admit, salts, watches)
 
 
