@@ -16,6 +16,7 @@ from kvern.services.detokenizer.frames import Frames
 from kvern.services.detokenizer.generation import Generation
 from kvern.services.detokenizer.incremental_decode import DecoderFactory
 from kvern.services.detokenizer.metrics import DetokenizerMetrics
+from kvern.services.detokenizer.request_log import DirectRecord
 from kvern.services.detokenizer.settings import DetokenizerSettings
 from kvern.services.runtime.deadline import check_reachable
 from kvern.services.runtime.errors import ResourceExhausted, Unavailable
@@ -102,18 +103,23 @@ class FrontDoor:
         asyncio.get_running_loop().call_later(grace_s - min(MOVE_S, grace_s / 2), self._send_all_elsewhere)
 
     async def run(
-        self, serve: replica_pb2.ServeRequest, frames: Frames[_Frame], remaining_s: float | None
+        self,
+        serve: replica_pb2.ServeRequest,
+        frames: Frames[_Frame],
+        remaining_s: float | None,
+        record: DirectRecord | None = None,
     ) -> AsyncGenerator[_Frame, None]:
         """Run a request in the task of its call, and yield what is to be written.
 
-        remaining_s: until the call's deadline, None if it has none. Raises ServiceError.
+        remaining_s: until the call's deadline, None if it has none. record: is told how many tokens came of it. Raises
+        ServiceError.
         """
         arrived_at = time.monotonic()
         reader = ReaderWatch(self._max_parked_s)
         with self._metrics.counting_sheds(reader), self._place(serve, frames.is_resumable) as call, reader:
             if not serve.moved:
                 check_reachable(self.engine.predicted_wait_s, remaining_s)
-            async with aclosing(self._generate(call, serve, frames, arrived_at, reader)) as made:
+            async with aclosing(self._generate(call, serve, frames, arrived_at, reader, record)) as made:
                 async for frame in made:
                     yield frame
 
@@ -142,6 +148,7 @@ class FrontDoor:
         frames: Frames[_Frame],
         arrived_at: float,
         reader: ReaderWatch,
+        record: DirectRecord | None,
     ) -> AsyncGenerator[_Frame, None]:
         engine, info = self.engine, self.engine.info
         if info is None:
@@ -164,6 +171,8 @@ class FrontDoor:
                     yield frame
             finally:
                 span.set({"gen_ai.usage.output_tokens": generation.num_tokens})
+                if record is not None:
+                    record.completion_tokens = generation.num_tokens
                 if engine_request is not None:
                     engine.release(engine_request)
 

@@ -13,6 +13,7 @@ import grpc
 from kvern.services.detokenizer.callers import INFERENCE_SERVICE, Callers
 from kvern.services.detokenizer.frames import ServeFrames
 from kvern.services.detokenizer.front_door import FrontDoor
+from kvern.services.detokenizer.request_log import log_direct
 from kvern.services.runtime.errors import AlreadyExists, NotFound, Unauthenticated, Unavailable, Unsupported
 from kvern.services.runtime.ticket import Ticket
 from kvern.services.runtime.validate import check_generate
@@ -33,16 +34,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # yields what is serialized already
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[bytes]:
-        ticket = self._callers.ticket_of(context)
-        check_generate(request)
-        _refuse_texts(request)
-        model = self._check_model(request.model, ticket)
-        with self._hold(request.request_id) as request_id:
-            serve = to_serve(request, request_id, model, ticket, self._rng)
-            frames = ServeFrames(tells_ids=request.output.token_ids)
-            async with aclosing(self._door.run(serve, frames, context.time_remaining())) as responses:
-                async for response in responses:
-                    yield response.client_frame
+        with log_direct("direct", context.time_remaining) as record:
+            record.request_id = request.request_id
+            ticket = self._callers.ticket_of(context)
+            record.tenant = "" if ticket is None else ticket.tenant
+            check_generate(request)
+            _refuse_texts(request)
+            record.model = self._check_model(request.model, ticket)
+            with self._hold(request.request_id) as record.request_id:
+                serve = to_serve(request, record.request_id, record.model, ticket, self._rng)
+                record.prompt_tokens = len(serve.request.token_ids.ids)
+                frames = ServeFrames(tells_ids=request.output.token_ids)
+                async with aclosing(self._door.run(serve, frames, context.time_remaining(), record)) as responses:
+                    async for response in responses:
+                        yield response.client_frame
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: _Context

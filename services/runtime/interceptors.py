@@ -130,9 +130,9 @@ def end_call(call: asyncio.Task[Any], error: errors.ServiceError) -> None:
     call.cancel(error)
 
 
-def _verdict_in(cancelled: asyncio.CancelledError) -> errors.ServiceError | None:
+def verdict_in(error: BaseException) -> errors.ServiceError | None:
     """Return what `end_call` was given, if it was that."""
-    verdict = cancelled.args[0] if cancelled.args else None
+    verdict = error.args[0] if isinstance(error, asyncio.CancelledError) and error.args else None
     return verdict if isinstance(verdict, errors.ServiceError) else None
 
 
@@ -265,7 +265,7 @@ def _guard_stream(behavior: Callable[[Any, Any], Any], call: _Call) -> Callable[
         except (grpc.aio.AbortError, grpc.aio.InternalError):
             raise  # ended by us, or a write that found the client gone: grpc knows both
         except asyncio.CancelledError as cancelled:
-            if (verdict := _verdict_in(cancelled)) is not None:
+            if (verdict := verdict_in(cancelled)) is not None:
                 await _abort_from_outside(context, verdict, call.method)
                 raise
             if _ours(context):

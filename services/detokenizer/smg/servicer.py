@@ -15,6 +15,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from kvern.services.detokenizer.front_door import DRAINING, RETRY_AFTER_S, FrontDoor
+from kvern.services.detokenizer.request_log import log_direct
 from kvern.services.detokenizer.settings import DetokenizerSettings
 from kvern.services.detokenizer.smg.frames import SmgFrames
 from kvern.services.detokenizer.smg.kv_events import to_event_batch
@@ -85,17 +86,21 @@ class SmgServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
         self, request: vllm_engine_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
         self._last_receive = time.time()
-        info = self._serving_info()
-        with self._claim(request.request_id) as request_id:
-            generate = to_generate_request(request, info, request_id, self._settings.smg_salt)
-            check_generate(generate)
-            await self._encode_prompt(generate)
-            check_gathered(generate, info.max_model_len, streams=request.stream)
-            frames = SmgFrames(generate.token_ids.ids, generate.stopping.stop_token_ids, streams=request.stream)
-            serve = replica_pb2.ServeRequest(request=generate)
-            async with aclosing(self._door.run(serve, frames, context.time_remaining())) as responses:
-                async for response in responses:
-                    yield response
+        with log_direct("smg", context.time_remaining) as record:
+            record.request_id = request.request_id
+            info = self._serving_info()
+            record.model = info.model
+            with self._claim(request.request_id) as record.request_id:
+                generate = to_generate_request(request, info, record.request_id, self._settings.smg_salt)
+                check_generate(generate)
+                await self._encode_prompt(generate)
+                record.prompt_tokens = len(generate.token_ids.ids)
+                check_gathered(generate, info.max_model_len, streams=request.stream)
+                frames = SmgFrames(generate.token_ids.ids, generate.stopping.stop_token_ids, streams=request.stream)
+                serve = replica_pb2.ServeRequest(request=generate)
+                async with aclosing(self._door.run(serve, frames, context.time_remaining(), record)) as responses:
+                    async for response in responses:
+                        yield response
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: _Context) -> vllm_engine_pb2.AbortResponse:
         for request_id in request.request_ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -72,6 +73,16 @@ class Setup:
     tokenizer: Tokenizer
     status: str
     """Where it tells its metrics."""
+    log: Path
+
+    async def logged(self, **fields: Any) -> dict[str, Any]:
+        """Wait for a line of its log that says this, and return it."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                for line in map(json.loads, self.log.read_text().splitlines()):
+                    if fields.items() <= line.items():
+                        return dict(line)
+                await asyncio.sleep(0.01)
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -154,4 +165,5 @@ async def detokenizing(
             health_pb2_grpc.HealthStub(channel),
             load_tokenizer(find_model("smollm2")),
             status,
+            folder / "log",
         )

@@ -169,7 +169,8 @@ async def test_client_without_a_good_ticket_is_refused_by_reason(guarded: Guarde
 @pytest.mark.asyncio(loop_scope="module")
 async def test_client_with_a_ticket_is_served_with_its_salt_and_priority(guarded: Guarded) -> None:
     cache = inference_pb2.Cache(salt="another's")
-    call = guarded.client.generate(ticket(), cache=cache, priority=-5, stopping=inference_pb2.Stopping(max_tokens=2))
+    stopping = inference_pb2.Stopping(max_tokens=2)
+    call = guarded.client.generate(ticket(), request_id="one\nline", cache=cache, priority=-5, stopping=stopping)
     add = await guarded.begun(call)
     assert (add.cache.salt, add.priority, list(add.prompt_token_ids)) == ("grain", 2, [5, 6, 7])
     assert add.sampling.HasField("seed")
@@ -179,6 +180,9 @@ async def test_client_with_a_ticket_is_served_with_its_salt_and_priority(guarded
     events = [event async for event in _rest(call)]
     assert text_of(events) == "Hello there"
     assert finished_of(events).usage.completion_tokens == 2
+    line = await guarded.setup.logged(event="request ended", request_id="one?line")
+    assert (line["door"], line["tenant"], line["model"], line["status"]) == ("direct", "mill", INFO.model, "OK")
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (3, 2)
 
 
 async def _rest(call: Call) -> AsyncIterator[inference_pb2.GenerateResponse]:

@@ -272,3 +272,18 @@ async def test_lost_engine_ends_the_call_and_the_replica_is_not_healthy_until_it
     assert (await call.error())[0] is grpc.StatusCode.UNAVAILABLE
     assert await door.health() == (False, "starting")
     assert (await door.generate().error())[0] is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_each_call_is_a_line_in_the_log_with_how_it_ended(door: Door) -> None:
+    call = await door.begin(request_id="logged")
+    door.engine.step([call.add.id], door.setup.ids("Hi")[:1])
+    await call.chunk()
+    await door.abort("logged")
+    assert (await call.error())[0] is grpc.StatusCode.CANCELLED
+    line = await door.setup.logged(event="request ended", request_id="logged")
+    assert (line["door"], line["status"], line["prompt_tokens"], line["completion_tokens"]) == (
+        "smg",
+        "CANCELLED",
+        3,
+        1,
+    )
