@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
+import structlog
 
 from kvern.services.runtime.errors import PermissionDenied, Unauthenticated
 from kvern.services.runtime.health import HEALTH_SERVICE
@@ -13,6 +14,8 @@ from kvern.services.runtime.peer_identity import alternative_names, is_local, ma
 from kvern.services.runtime.ticket import METADATA_KEY, Ticket, TicketKeys, from_metadata
 
 INFERENCE_SERVICE = "kvern.v1.InferenceService"
+
+_log = structlog.get_logger("kvern.callers")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -24,6 +27,8 @@ class Callers:
         """identities: names in routers' certificates, or *.suffix for all that end in it."""
         self._identities = identities
         self._tickets = tickets
+        if tickets is not None and not identities:
+            _log.warning("tickets keep nobody out: without router_identities everybody may call as routers do")
 
     async def admit(self, method: str, context: _Context) -> None:
         """Raises PermissionDenied."""

@@ -14,13 +14,15 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvern.services.detokenizer.callers import Callers
 from kvern.services.detokenizer.settings import DetokenizerSettings
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.settings import SettingsError
-from kvern.services.runtime.ticket import CLOCK_SKEW_S, METADATA_KEY, Ticket, sign
+from kvern.services.runtime.ticket import CLOCK_SKEW_S, METADATA_KEY, Ticket, TicketKeys, sign
 from kvern.services.runtime.tls import ClientTls, KeyPair
 from kvern.v1 import engine_pb2, inference_pb2, inference_pb2_grpc, replica_pb2, replica_pb2_grpc
 from tests.services.certificates import Authority
@@ -233,6 +235,14 @@ async def test_what_only_a_router_can_do_is_refused_by_field(guarded: Guarded) -
     assert (await refusal(pod.generate(sampling=inference_pb2.Sampling(n=0))))[0] is grpc.StatusCode.INVALID_ARGUMENT
     [model] = (await pod.inference.ListModels(inference_pb2.ListModelsRequest())).models
     assert (model.name, model.contract) == (INFO.model, INFO.contract)
+
+
+def test_tickets_without_identities_are_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(KEY)
+    with structlog.testing.capture_logs() as logs:
+        Callers([], TicketKeys(tmp_path / "keys"))
+        Callers(["router"], TicketKeys(tmp_path / "keys"))
+    assert [line["log_level"] for line in logs] == ["warning"]
 
 
 def test_identities_without_an_authority_of_callers_are_refused_by_name() -> None:

@@ -22,7 +22,7 @@ def make_settings(tmp_path: Path, drain_delay_s: float = 0) -> ServiceSettings:
 
 async def test_drain_tells_health_watchers_and_does_not_wait_for_them(tmp_path: Path) -> None:
     # A moment for the news to travel: with the connection closed right behind it, it may be lost.
-    settings = make_settings(tmp_path, drain_delay_s=0.3)
+    settings = make_settings(tmp_path, drain_delay_s=1.0)
     async with open_channel(settings.listen[0]) as channel:
         async with GrpcServer(settings, ["kvern.v1.Test"], Status("test")) as server:
             await server.start()
