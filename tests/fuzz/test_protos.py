@@ -140,7 +140,7 @@ SERVERS = list(dict.fromkeys(method.server for method in METHODS))
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[UpProcess, dict[str, grpc.Channel]]]:
     """A set of its own, for what it is called with might harm it, and channels to all that it serves on."""
     smg = f"127.0.0.1:{free_port()}"
-    flags = ["--max-model-len=512", "--num-blocks=256", "--num-threads=1", f"--smg-listen={smg}", "--smg-kv-events"]
+    flags = ["--max-model-len=64", "--num-blocks=256", "--num-threads=1", f"--smg-listen={smg}", "--smg-kv-events"]
     with UpProcess(tmp_path_factory.mktemp("fuzzed"), *flags) as up, ExitStack() as stack:
         up.wait_ready()
         addresses = {server: f"unix:{up.sockets}/{server}.sock" for server, _ in _SERVICES} | {_SMG: smg}
