@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from kvern.services.runtime.interceptors import code_of, code_of_cancelled, verdict_in
+from kvern.services.runtime.interceptors import code_of_ended, verdict_in
 from kvern.services.runtime.log_text import logged
 
 _log = structlog.get_logger("kvern.request")
@@ -38,9 +38,7 @@ def log_direct(door: str, time_remaining: Callable[[], float | None]) -> Iterato
     try:
         yield record
     except BaseException as error:
-        status = code_of(verdict_in(error) or error)
-        if status is grpc.StatusCode.CANCELLED:
-            status = code_of_cancelled(time_remaining(), time.monotonic() - start_s)
+        status = code_of_ended(verdict_in(error) or error, time_remaining(), time.monotonic() - start_s)
         raise
     finally:
         _log.info(

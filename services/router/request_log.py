@@ -15,7 +15,7 @@ from kvern.services.router.metrics import RequestMetrics
 from kvern.services.router.progress import Source
 from kvern.services.router.tokenizer import TimeRemaining
 from kvern.services.runtime.errors import ServiceError
-from kvern.services.runtime.interceptors import code_of, code_of_cancelled, reason_of
+from kvern.services.runtime.interceptors import code_of_ended, reason_of
 from kvern.services.runtime.log_text import logged
 from kvern.services.runtime.tracing import Span, current_span
 
@@ -59,9 +59,8 @@ def log_request(metrics: RequestMetrics, time_remaining: TimeRemaining) -> Itera
         yield record
     except BaseException as error:
         ended_by = record.verdict or error
-        status, reason = code_of(ended_by), reason_of(ended_by)
-        if status is grpc.StatusCode.CANCELLED:
-            status = code_of_cancelled(time_remaining(), time.monotonic() - start_s)
+        status = code_of_ended(ended_by, time_remaining(), time.monotonic() - start_s)
+        reason = reason_of(ended_by)
         raise
     finally:
         metrics.end(status, reason)
@@ -92,9 +91,7 @@ def log_call(method: str, model: str, time_remaining: TimeRemaining) -> Iterator
     try:
         yield
     except BaseException as error:
-        status = code_of(error)
-        if status is grpc.StatusCode.CANCELLED:
-            status = code_of_cancelled(time_remaining(), time.monotonic() - start_s)
+        status = code_of_ended(error, time_remaining(), time.monotonic() - start_s)
         raise
     finally:
         caller = current_caller()

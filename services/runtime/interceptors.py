@@ -87,6 +87,12 @@ def code_of_cancelled(remaining_s: float | None, elapsed_s: float) -> grpc.Statu
     return grpc.StatusCode.DEADLINE_EXCEEDED if has_passed else grpc.StatusCode.CANCELLED
 
 
+def code_of_ended(error: BaseException, remaining_s: float | None, elapsed_s: float) -> grpc.StatusCode:
+    """Return the status of a call that an exception ended; of a cancelled one, by whether its deadline has passed."""
+    code = code_of(error)
+    return code_of_cancelled(remaining_s, elapsed_s) if code is grpc.StatusCode.CANCELLED else code
+
+
 def reason_of(error: BaseException) -> str:
     """Return ErrorInfo.reason of the status that an exception stands for, empty where it has none."""
     if isinstance(error, errors.ServiceError):
