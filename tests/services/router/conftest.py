@@ -15,7 +15,7 @@ from tests.services.scraping import status_address
 
 from . import scripted
 from .scripted import ScriptedReplica, ScriptedTokenizer
-from .setup import MAX_STREAMS, NUM_REPLICAS, SERVING, Setup
+from .setup import MAX_STREAMS, NUM_REPLICAS, Setup
 
 
 @asynccontextmanager
@@ -46,10 +46,5 @@ async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Set
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def setup(started: Setup) -> Setup:
-    started.tokenizer.failures = 0
-    await started.tokenizer.set_serving(True)
-    for replica in started.replicas:
-        replica.reset()
-    await started.health_becomes(SERVING)
-    await started.all_ready()
+    await started.reset()
     return started

@@ -113,10 +113,12 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
     """Messages of all Serve calls."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a Serve call that began since the last reset has ended, in whatever way."""
+    has_failed: bool = False
+    """Whether a Serve call has failed since the last reset."""
 
     def reset(self) -> None:
         self.behaviour, self.state, self.load = answer, replica.REPLICA_STATE_READY, replica.ReplicaLoad()
-        self.answers_polls = True
+        self.answers_polls, self.has_failed = True, False
         self.received.clear()
         self.num_sent = 0
         self.ended = asyncio.Event()
@@ -132,6 +134,9 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
             async for response in self.behaviour(request.request):
                 self.num_sent += 1
                 yield response
+        except Exception:
+            self.has_failed = True
+            raise
         finally:
             ended.set()
 

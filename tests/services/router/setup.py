@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -34,6 +34,30 @@ class Setup:
     log: Path
     status: str
     """Where it tells its metrics."""
+    calls: list[Call] = field(default_factory=list)
+    """Those to Generate since the last reset."""
+
+    async def reset(self) -> None:
+        """End what the last test left open, and make peers, and what the router thinks of them, as new."""
+        while self.calls:
+            self.calls.pop().cancel()
+        self.tokenizer.failures, self.tokenizer.hangs = 0, False
+        await self.tokenizer.set_serving(True)
+        failed = [replica for replica in self.replicas if replica.has_failed]
+        for replica in self.replicas:
+            replica.reset()
+        await self.health_becomes(SERVING)
+        await self.all_ready()
+        if failed:
+            await self._close_circuits(failed)
+
+    async def _close_circuits(self, failed: list[ScriptedReplica]) -> None:
+        """Let each of these answer a call, or the router would take the next one for a probe of an open circuit."""
+        async with asyncio.timeout(20):
+            while not all(replica.received for replica in failed):
+                assert [response async for response in self.generate()]
+        for replica in self.replicas:
+            replica.reset()
 
     async def statuses(self, is_right: Callable[[list[router_pb2.ReplicaStatus]], bool]) -> None:
         """Wait until the router sees its replicas so."""
@@ -66,7 +90,8 @@ class Setup:
 
     def generate(self, text: str = "Hi", timeout: float | None = 20, **fields: object) -> Call:
         request = inference_pb2.GenerateRequest(text=text, **fields)  # type: ignore[arg-type]
-        return self.inference.Generate(request, timeout=timeout)
+        self.calls.append(self.inference.Generate(request, timeout=timeout))
+        return self.calls[-1]
 
     def behave(self, behaviour: scripted.Behaviour) -> None:
         for replica in self.replicas:
