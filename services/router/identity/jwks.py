@@ -15,6 +15,7 @@ from jwt import PyJWK
 from jwt.exceptions import PyJWTError
 
 from kvern.services.runtime.errors import Unavailable
+from kvern.services.runtime.log_text import logged
 
 REFRESH_S = 300.0
 MIN_INTERVAL_S = 10.0
@@ -91,9 +92,10 @@ class Jwks:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 data = await asyncio.to_thread(_read, self._source)
             self._keys = parse_keys(data)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is that answers there, the router goes on
             stays = "none are known" if self._keys is None else "those known stay in force"
-            _log.error(f"cannot get the issuer's keys; {stays}", source=self._source, error=str(error))
+            said = logged(str(error)) or type(error).__name__
+            _log.error(f"cannot get the issuer's keys; {stays}", source=self._source, error=said)
         finally:
             self._fetching = None
 

@@ -49,7 +49,8 @@ class JwtTokens:
         tenant = claims.get(self._rules.tenant_claim)
         if not isinstance(tenant, str) or not re.fullmatch(NAME_PATTERN, tenant):
             raise Rejected(Cause.INVALID)
-        subject = hashlib.sha256(f"{claims['iss']}\0{claims['sub']}".encode()).hexdigest()[:16]
+        who = f"{claims['iss']}\0{claims['sub']}".encode(errors="surrogatepass")
+        subject = hashlib.sha256(who).hexdigest()[:16]
         return Caller(f"token:{subject}", tenant, _roles(claims.get(self._rules.roles_claim)))
 
     def _checked(self, token: str, key: PublicKey) -> Mapping[str, Any]:

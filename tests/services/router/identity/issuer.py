@@ -33,6 +33,8 @@ class Issuer:
         self.num_fetches = 0
         self.answer: bytes | None = None
         """What the server says in place of the keys."""
+        self.speaks_http = True
+        """Or it says that without a head before it."""
 
     def jwks(self) -> bytes:
         algorithms = jwt.algorithms.get_default_algorithms()
@@ -55,8 +57,9 @@ def serving_keys(issuer: Issuer) -> Iterator[Issuer]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             issuer.num_fetches += 1
-            self.send_response(200)
-            self.end_headers()
+            if issuer.speaks_http:
+                self.send_response(200)
+                self.end_headers()
             self.wfile.write(issuer.answer if issuer.answer is not None else issuer.jwks())
 
         def log_message(self, format: str, *args: object) -> None:

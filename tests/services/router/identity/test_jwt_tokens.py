@@ -31,7 +31,7 @@ def issuer() -> Iterator[Issuer]:
 
 @pytest.fixture
 def tokens(issuer: Issuer) -> JwtTokens:
-    issuer.answer = None
+    issuer.answer, issuer.speaks_http = None, True
     return JwtTokens(RULES, Jwks(issuer.url))
 
 
@@ -80,6 +80,10 @@ async def test_token_that_says_something_wrong_is_rejected(
 async def test_token_a_little_out_of_time_is_taken(tokens: JwtTokens, issuer: Issuer) -> None:
     await tokens.identify(issuer.token(exp=time.time() - 10, nbf=time.time() - 60))
     await tokens.identify(issuer.token(nbf=time.time() + 10))
+
+
+async def test_subject_that_is_no_text_is_a_subject_like_others(tokens: JwtTokens, issuer: Issuer) -> None:
+    assert (await tokens.identify(issuer.token(sub="\ud800"))).id.startswith("token:")
 
 
 async def test_token_signed_by_nobody_is_rejected(tokens: JwtTokens, issuer: Issuer) -> None:
@@ -131,13 +135,26 @@ async def test_new_key_of_the_issuer_is_fetched_when_a_token_names_it(
     await tokens.identify(issuer.token("PS256"))
 
 
-@pytest.mark.parametrize("answer", [b"no JSON", b"[]", b'{"keys": []}'[:5], b" " * (jwks.MAX_BYTES + 1)])
+@pytest.mark.parametrize(
+    ("answer", "speaks_http"),
+    [
+        (b"no JSON", True),
+        (b"[]", True),
+        (b'{"keys": []}'[:5], True),
+        (b" " * (jwks.MAX_BYTES + 1), True),
+        (b"[" * 200_000, True),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", False),
+        (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200 + b"\r\n", False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", False),
+    ],
+)
 async def test_keys_that_cannot_be_had_leave_those_known_in_force(
-    tokens: JwtTokens, issuer: Issuer, monkeypatch: pytest.MonkeyPatch, answer: bytes
+    tokens: JwtTokens, issuer: Issuer, monkeypatch: pytest.MonkeyPatch, answer: bytes, speaks_http: bool
 ) -> None:
+    """Nor does what answers in the issuer's place end the router, which would raise what a fetch does."""
     await tokens.identify(issuer.token())
     monkeypatch.setattr(jwks, "MIN_INTERVAL_S", 0.0)
-    issuer.answer = answer
+    issuer.answer, issuer.speaks_http = answer, speaks_http
     assert await _cause(tokens, issuer.token(kid="unknown")) is Cause.UNKNOWN
     await tokens.identify(issuer.token())
 
