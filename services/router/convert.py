@@ -43,6 +43,11 @@ def to_encode(
     return encode
 
 
+def num_resumed_tokens(request: inference_pb2.GenerateRequest) -> int:
+    """Return how many tokens, beside its prompt's, are computed before a stream that is resumed goes on."""
+    return sum(len(choice.token_ids) for choice in request.resume.choices)
+
+
 def reads_cache(request: inference_pb2.GenerateRequest) -> bool:
     """Whether a replica may reuse blocks for it. Log-probabilities of the prompt need every position computed."""
     return not request.cache.bypass and not request.output.HasField("prompt_logprobs")

@@ -13,7 +13,7 @@ import grpc
 from kvern.services.router.admin import RouterServicer
 from kvern.services.router.admission import Admission
 from kvern.services.router.confinement import confine, text_scope
-from kvern.services.router.convert import to_decode, to_encode, to_serve
+from kvern.services.router.convert import num_resumed_tokens, to_decode, to_encode, to_serve
 from kvern.services.router.deadline import for_start
 from kvern.services.router.identity.caller import current_caller
 from kvern.services.router.identity.salts import Salts
@@ -85,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     record.model = placement.model
                     metrics.resolve(placement.model)
                     record.prompt_tokens = len(encoded.token_ids)
-                    usage.charge(record.prompt_tokens)
+                    usage.charge(record.prompt_tokens + num_resumed_tokens(request))
                     serve = to_serve(request, record.request_id, record.model, encoded, self._rng)
                     relay = Relay(self._table, placement, serve, record, self._repeats, metrics)
                     reader = ReaderWatch(self._max_stalled_s)

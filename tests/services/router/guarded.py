@@ -39,9 +39,10 @@ tenants:
   elsewhere: {{models: [another]}}
   single: {{models: [{MODEL}], max_concurrent: 1}}
   frugal: {{tokens_per_minute: 60}}
+  resumer: {{tokens_per_minute: 60}}
 """
 
-KEYS = ("acme", "other", "late", "elsewhere", "single", "frugal")
+KEYS = ("acme", "other", "late", "elsewhere", "single", "frugal", "resumer")
 """Tenants that have a key, called `key of TENANT`."""
 
 

@@ -174,6 +174,12 @@ async def test_requests_beyond_a_tenants_limits_are_refused_with_a_reason(guarde
         assert now("kvern_router_sheds_total", reason=reason) == 1
 
 
+async def test_tokens_of_a_stream_that_is_resumed_count_as_its_prompts_do(guarded: Guarded) -> None:
+    choice = inference_pb2.ChoiceProgress(token_ids=b"x" * 70)
+    await _generate(guarded, key_of("resumer"), resume=inference_pb2.Resume(seed=1, choices=[choice]))
+    assert _details(await _refusal(guarded, key_of("resumer")))[0] == "TENANT_TOKENS"
+
+
 async def test_request_id_of_another_tenant_is_free(guarded: Guarded) -> None:
     for replica in guarded.replicas:
         replica.behaviour = scripted.stall_after_start
