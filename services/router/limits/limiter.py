@@ -110,9 +110,12 @@ class TenantLimits:
             try:
                 async with asyncio.timeout(self._budget_s):
                     refusal = await self._shared.begin(tenant, policy, request)
+            except asyncio.CancelledError:
+                self._end(tenant, request)  # it may have been counted all the same
+                raise
             except REDIS_ERRORS as error:
                 self._fail(error)
-                self._end(tenant, request)  # it may have been counted all the same
+                self._end(tenant, request)  # likewise
             else:
                 self._num_failures = 0
                 return refusal

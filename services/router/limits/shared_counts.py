@@ -28,6 +28,9 @@ local function level_of(bucket, per_minute, now)
   if not known[1] then
     return per_minute
   end
+  if tonumber(known[2]) > now then -- the clock was set back: from here on it counts
+    redis.call('HSET', bucket, 'at_ms', string.format('%.0f', now))
+  end
   return math.min(per_minute, known[1] + math.max(0, now - known[2]) * per_minute / 60000)
 end
 """
@@ -41,6 +44,8 @@ local leases, bucket = unpack(KEYS)
 local request, lease_ms, max_concurrent, per_minute = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
 redis.call('ZREMRANGEBYSCORE', leases, '-inf', now)
+-- None is longer than this, unless the clock was set back: who still has it renews it.
+redis.call('ZREMRANGEBYSCORE', leases, '(' .. string.format('%.0f', now + lease_ms), '+inf')
 if max_concurrent > 0 and redis.call('ZCARD', leases) >= max_concurrent then
   return {'CONCURRENCY', 0}
 end

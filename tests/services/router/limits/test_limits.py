@@ -15,9 +15,11 @@ from kvern.services.router.identity.policy import TenantPolicy
 from kvern.services.router.limits import TenantLimits, limiter
 from kvern.services.router.limits.local_counts import LocalCounts
 from kvern.services.router.limits.shared_counts import SharedCounts
+from kvern.services.router.limits.verdict import Refusal
 from kvern.services.runtime.errors import ResourceExhausted
 from kvern.services.runtime.redis_index import RedisClient, open_redis
 from kvern.services.runtime.redis_index.keys import limit_bucket, limit_leases
+from tests.for_ever import for_ever
 from tests.services.index.redis_servers import RedisServer
 
 PATIENCE_S = 20.0
@@ -119,6 +121,53 @@ async def test_requests_of_a_router_that_died_stop_to_count(
     await asyncio.sleep(0.01)
     async with Router(redis).running() as limits, limits.admit(caller):
         pass
+
+
+class LateCounts(SharedCounts):
+    """Counts at once and never says so."""
+
+    def __init__(self, redis: RedisClient) -> None:
+        super().__init__(redis)
+        self.has_counted = asyncio.Event()
+
+    async def begin(self, tenant: str, policy: TenantPolicy, request: str) -> Refusal | None:
+        await super().begin(tenant, policy, request)
+        self.has_counted.set()
+        await for_ever()
+        return None
+
+
+async def test_request_that_is_cancelled_while_it_is_being_admitted_stops_to_count(redis: RedisClient) -> None:
+    router, counts = Router(redis), LateCounts(redis)
+    router.limits._shared = counts
+    async with router.running() as limits:
+        call = asyncio.create_task(_refusal(limits, _caller(max_concurrent=1)))
+        async with asyncio.timeout(PATIENCE_S):
+            await counts.has_counted.wait()
+            call.cancel()
+            while await redis.execute_command("ZCARD", limit_leases("<acme>")):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert call.cancelled()
+
+
+async def test_clock_of_redis_that_was_set_back_keeps_nobody_out(redis: RedisClient) -> None:
+    caller = _caller(max_concurrent=1, tokens_per_minute=600_000)
+    later_ms = (await redis.time())[0] * 1000 + 3_600_000
+    await redis.zadd(limit_leases("<acme>"), {"of an earlier time": later_ms})
+    await redis.hset(limit_bucket("<acme>"), mapping={"level": "-1", "at_ms": str(later_ms)})
+    async with Router(redis).running() as limits:
+        assert (await _refusal(limits, caller)).reason == "TENANT_TOKENS"
+        async with asyncio.timeout(PATIENCE_S):
+            while not await _is_admitted(limits, caller):
+                await asyncio.sleep(0.01)
+
+
+async def _is_admitted(limits: TenantLimits, caller: Caller) -> bool:
+    try:
+        async with limits.admit(caller):
+            return True
+    except ResourceExhausted:
+        return False
 
 
 async def test_requests_in_flight_are_renewed_and_those_admitted_without_redis_come_to_count(
