@@ -10,7 +10,7 @@ import structlog
 
 from kvern.services.runtime.errors import PermissionDenied, Unauthenticated
 from kvern.services.runtime.health import HEALTH_SERVICE
-from kvern.services.runtime.peer_identity import alternative_names, is_local, matches
+from kvern.services.runtime.peer_identity import certificate_names, is_local, matches
 from kvern.services.runtime.ticket import METADATA_KEY, Ticket, TicketKeys, from_metadata
 
 INFERENCE_SERVICE = "kvern.v1.InferenceService"
@@ -24,7 +24,7 @@ class Callers:
     """Everybody may as long as neither routers' identities nor keys of tickets are given."""
 
     def __init__(self, identities: Sequence[str], tickets: TicketKeys | None) -> None:
-        """identities: names in routers' certificates, or *.suffix for all that end in it."""
+        """identities: names in routers' certificates, or *.suffix for all DNS names that end in it."""
         self._identities = identities
         self._tickets = tickets
         if tickets is not None and not identities:
@@ -51,5 +51,5 @@ class Callers:
         raise Unauthenticated(f"a replica takes requests with a ticket of Route, as metadata {METADATA_KEY}")
 
     def _trusts(self, context: _Context) -> bool:
-        names = alternative_names(context)
+        names = certificate_names(context)
         return is_local(context) or any(matches(name, each) for name in names for each in self._identities)

@@ -26,7 +26,7 @@ class DetokenizerSettings(ServiceSettings):
 
     router_identities: Addresses = Field((), validate_default=True)
     """Names in the certificates of the routers, of which one must be a caller's: DNS names or URIs, or *.suffix for all
-    that end in it; repeat, or join with commas. Callers over a Unix socket are not asked. Needs tls-client-ca. Default:
+    DNS names that end in it; repeat, or join with commas. Callers over a Unix socket are not asked. Needs tls-client-ca. Default:
     everybody may call."""
 
     ticket_key_file: Path | None = None

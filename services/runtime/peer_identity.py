@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import grpc
 
 _ALTERNATIVE_NAMES = "x509_subject_alternative_name"
-_COMMON_NAME = "x509_common_name"
+
+_DNS_LABELS = re.compile(r"[A-Za-z0-9_.-]+")
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def certificate_names(context: _Context) -> frozenset[str]:
-    """Return the names in the certificate that a caller has shown and the server has verified: its alternative names
-    (DNS, URI, address) and its common name. Empty where there was none.
+    """Return the alternative names (DNS, URI, address) in the certificate that a caller has shown and the server has
+    verified; empty where there was none. Its common name is none of them: authorities may leave that to who asks.
     """
-    return _read(context, _ALTERNATIVE_NAMES, _COMMON_NAME)
-
-
-def alternative_names(context: _Context) -> frozenset[str]:
-    """Return the same without the common name, which authorities may leave to who asks."""
-    return _read(context, _ALTERNATIVE_NAMES)
+    values = context.auth_context().get(_ALTERNATIVE_NAMES, ())
+    return frozenset(value.decode(errors="replace") for value in values)
 
 
 def is_local(context: _Context) -> bool:
@@ -30,10 +28,9 @@ def is_local(context: _Context) -> bool:
 
 
 def matches(name: str, identity: str) -> bool:
-    """Whether a name is the one meant, or ends as `*.suffix` says."""
-    return name == identity or (identity.startswith("*.") and name.endswith(identity[1:]))
-
-
-def _read(context: _Context, *keys: str) -> frozenset[str]:
-    authenticated = context.auth_context()
-    return frozenset(value.decode(errors="replace") for key in keys for value in authenticated.get(key, ()))
+    """Whether a name is the one meant, or a DNS name that ends as `*.suffix` says: URIs and mail addresses may have
+    ends that their owners choose.
+    """
+    if not identity.startswith("*."):
+        return name == identity
+    return name.endswith(identity[1:]) and _DNS_LABELS.fullmatch(name) is not None

@@ -23,7 +23,7 @@ class CertificateEntry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Name
-    """A name in it: an alternative name or the common name."""
+    """One of its alternative names."""
     tenant: Name
     roles: frozenset[Role] = USERS
 

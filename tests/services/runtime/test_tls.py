@@ -97,7 +97,7 @@ async def assert_refused(channel: grpc.aio.Channel) -> None:
 
 async def test_caller_is_known_by_the_names_in_its_certificate(peers: Peers) -> None:
     async with open_channel(peers.address, tls=peers.tls()) as channel:
-        assert await names(channel) == {"127.0.0.1", "localhost", "spiffe://kvern/router", "client"}
+        assert await names(channel) == {"127.0.0.1", "localhost", "spiffe://kvern/router"}
 
 
 async def test_caller_without_a_certificate_of_the_authority_is_refused(peers: Peers, tmp_path: Path) -> None:
