@@ -26,8 +26,8 @@ class DetokenizerSettings(ServiceSettings):
 
     router_identities: Addresses = Field((), validate_default=True)
     """Names in the certificates of the routers, of which one must be a caller's: DNS names or URIs, or *.suffix for all
-    DNS names that end in it; repeat, or join with commas. Callers over a Unix socket are not asked. Needs tls-client-ca. Default:
-    everybody may call."""
+    DNS names that end in it; repeat, or join with commas. Callers over a Unix socket are not asked. Needs
+    tls-client-ca. Default: everybody may call."""
 
     ticket_key_file: Path | None = None
     """File of the keys that routers sign tickets with, as they are given it. Clients may then call this replica with

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from kvern.services.runtime.reloading import Reloaded, UnusableFile, read_bytes
@@ -95,9 +96,12 @@ def read_pair(pair: KeyPair) -> Pem:
     chain, key = read_certificates(pair.certificate), read_bytes(pair.key)
     try:
         private_key = load_pem_private_key(key, password=None)
+        certified = x509.load_pem_x509_certificate(chain).public_key()
     except (ValueError, TypeError) as error:
         raise UnusableFile(f"{pair.key}: not a private key in PEM without a password") from error
-    if x509.load_pem_x509_certificate(chain).public_key() != private_key.public_key():
+    except UnsupportedAlgorithm as error:
+        raise UnusableFile(f"{pair.certificate}, {pair.key}: {error}") from error
+    if certified != private_key.public_key():
         raise UnusableFile(f"{pair.key}: not the key of the first certificate in {pair.certificate}")
     return Pem(chain, key)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvern.services.router.identity.caller import USERS, Caller, Name, Role
 from kvern.services.router.identity.policy import UNLIMITED, TenantPolicy
@@ -43,6 +43,13 @@ class Tenants(BaseModel):
     """Of those, where they are not refused."""
     tenants: dict[Name, TenantPolicy] = Field(default_factory=dict, max_length=MAX_TENANTS)
     certificates: tuple[CertificateEntry, ...] = Field((), max_length=MAX_CERTIFICATES)
+
+    @field_validator("certificates")
+    @classmethod
+    def _are_distinct(cls, certificates: tuple[CertificateEntry, ...]) -> tuple[CertificateEntry, ...]:
+        if len({entry.name for entry in certificates}) < len(certificates):
+            raise ValueError("two entries have the same name")
+        return certificates
 
     @classmethod
     def parse(cls, data: bytes) -> Self:

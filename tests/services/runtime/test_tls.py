@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import ssl
 import subprocess
@@ -29,6 +30,8 @@ from tests.services.certificates import Authority, Pair
 from tests.up_process import free_port
 
 TIMEOUT_S = 20.0
+P_256, PRIME239V3 = bytes.fromhex("2a8648ce3d030107"), bytes.fromhex("2a8648ce3d030106")
+"""Names of curves in keys: one that is known here, and one that is not."""
 NAME = "replicas.kvern.svc"
 
 
@@ -243,6 +246,15 @@ def test_process_with_a_pair_it_cannot_use_ends_with_one_line(
     assert ended.returncode == exit_code
     assert said in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_pair_of_a_curve_that_is_not_known_here_is_named(authority: Authority) -> None:
+    pair = authority.sign("server")
+    _, *lines, _ = pair.key.read_text().splitlines()
+    key = base64.encodebytes(base64.b64decode("".join(lines)).replace(P_256, PRIME239V3))
+    pair.key.write_bytes(b"-----BEGIN PRIVATE KEY-----\n" + key + b"-----END PRIVATE KEY-----\n")
+    with pytest.raises(UnusableFile, match=f"{pair.key}: Curve"):
+        server_tls(settings_of(pair))
 
 
 def test_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:

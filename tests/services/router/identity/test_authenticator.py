@@ -62,7 +62,9 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
         yield address
 
 
-@pytest.mark.parametrize(("common_name", "caller"), [("acme", "missing"), ("other", "certificate:spiffe://cluster/acme")])
+@pytest.mark.parametrize(
+    ("common_name", "caller"), [("acme", "missing"), ("other", "certificate:spiffe://cluster/acme")]
+)
 async def test_caller_is_known_by_the_alternative_names_of_its_certificate_alone(
     address: str, tmp_path: Path, common_name: str, caller: str
 ) -> None:

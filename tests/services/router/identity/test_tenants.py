@@ -38,7 +38,29 @@ def test_certificate_is_whose_name_is_in_it() -> None:
     assert tenants.caller_with(frozenset({"spiffe://cluster"})) is None
 
 
-@pytest.mark.parametrize("file", [b"tenants: {acme: {max_concurrent: 0}}", b"tenants: {acme: {token: 1}}", b"x: 1"])
-def test_file_with_a_fault_is_refused(file: bytes) -> None:
-    with pytest.raises(ValueError, match=r"tenants\.acme|x: Extra"):
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        (b"tenants: {acme: {max_concurrent: 0}}", r"tenants\.acme"),
+        (b"tenants: {acme: {token: 1}}", r"tenants\.acme"),
+        (b"x: 1", "x: Extra"),
+        (FILE.replace(b"free", b"acme"), "line 5: a name is given twice"),
+        (FILE + b"default: {}", "line 8: a name is given twice"),
+        (FILE + FILE.splitlines()[-1], "certificates: .*two entries have the same name"),
+    ],
+)
+def test_file_with_a_fault_is_refused_naming_it(file: bytes, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
         Tenants.parse(file)
+
+
+@pytest.mark.parametrize("file", [b"", b"\n", b"# tenants: {acme: {}}"])
+def test_file_that_holds_nothing_is_refused(file: bytes) -> None:
+    """As it is for a moment when it is written anew in its place: by its word nobody would be served."""
+    with pytest.raises(ValueError, match="holds nothing"):
+        Tenants.parse(file)
+
+
+def test_policies_may_be_made_of_another_one() -> None:
+    tenants = Tenants.parse(b"tenants: {a: &a {max_concurrent: 1, priority_cap: 1}, b: {<<: *a, priority_cap: 2}}")
+    assert (tenants.policy_of("b").max_concurrent, tenants.policy_of("b").priority_cap) == (1, 2)

@@ -158,7 +158,7 @@ async def test_clock_of_redis_that_was_set_back_keeps_nobody_out(redis: RedisCli
     async with Router(redis).running() as limits:
         assert (await _refusal(limits, caller)).reason == "TENANT_TOKENS"
         async with asyncio.timeout(PATIENCE_S):
-            while not await _is_admitted(limits, caller):
+            while not await _is_admitted(limits, caller):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
 
