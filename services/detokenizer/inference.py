@@ -28,7 +28,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, door: FrontDoor, callers: Callers) -> None:
         self._door = door
         self._callers = callers
-        self._request_ids: set[str] = set()
+        self._requests: set[tuple[str, str]] = set()
         self._rng = random.Random()
 
     async def Generate(  # type: ignore[override]  # yields what is serialized already
@@ -41,7 +41,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             check_generate(request)
             _refuse_texts(request)
             record.model = self._check_model(request.model, ticket)
-            with self._hold(request.request_id) as record.request_id:
+            with self._hold(request.request_id, record.tenant) as record.request_id:
                 serve = to_serve(request, record.request_id, record.model, ticket, self._rng)
                 record.prompt_tokens = len(serve.request.token_ids.ids)
                 frames = ServeFrames(tells_ids=request.output.token_ids)
@@ -86,16 +86,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return model
 
     @contextmanager
-    def _hold(self, request_id: str) -> Iterator[str]:
-        """Keep an id, made up if it is empty, apart from those of other calls. Raises AlreadyExists."""
-        if request_id in self._request_ids:
+    def _hold(self, request_id: str, tenant: str) -> Iterator[str]:
+        """Keep an id, made up if it is empty, apart from those of its tenant's other calls. Raises AlreadyExists."""
+        if (tenant, request_id) in self._requests:
             raise AlreadyExists(f"request_id {request_id!r} is in flight")
         request_id = request_id or uuid.uuid4().hex
-        self._request_ids.add(request_id)
+        self._requests.add((tenant, request_id))
         try:
             yield request_id
         finally:
-            self._request_ids.remove(request_id)
+            self._requests.remove((tenant, request_id))
 
 
 def to_serve(

@@ -220,6 +220,15 @@ async def test_request_id_in_flight_is_refused(guarded: Guarded) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_request_id_of_another_tenant_is_free(guarded: Guarded) -> None:
+    mine, others = (guarded.client.generate(ticket(tenant=name), request_id="same") for name in ("mill", "other"))
+    for call in (mine, others):
+        await guarded.begun(call)
+    for call in (mine, others):
+        await guarded.cancel(call)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_only_a_router_can_do_is_refused_by_field(guarded: Guarded) -> None:
     unimplemented, pod = grpc.StatusCode.UNIMPLEMENTED, guarded.pod
     bad_words = inference_pb2.Sampling(bad_words=["x"])
