@@ -6,7 +6,7 @@ bucket: it fills up steadily, holds what a minute brings, and may go into debt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvern.services.router.identity.policy import TenantPolicy
 from kvern.services.router.limits.verdict import CONCURRENCY_RETRY_S, Limit, Refusal
@@ -39,10 +39,14 @@ _BEGIN = Script(
     _CLOCK
     + _LEVEL
     + """
--- Take a lease, if the limits allow it: 0 is no limit. Returns what refuses it, and for how many ms.
+-- Take a lease, if the limits allow it: 0 is no limit. Returns what refuses it, and for how many ms. What follows the
+-- limits are leases to give back.
 local leases, bucket = unpack(KEYS)
 local request, lease_ms, max_concurrent, per_minute = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
+for i = 5, #ARGV do
+  redis.call('ZREM', leases, ARGV[i])
+end
 redis.call('ZREMRANGEBYSCORE', leases, '-inf', now)
 -- None is longer than this, unless the clock was set back: who still has it renews it.
 redis.call('ZREMRANGEBYSCORE', leases, '(' .. string.format('%.0f', now + lease_ms), '+inf')
@@ -93,11 +97,11 @@ class SharedCounts:
     def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
 
-    async def begin(self, tenant: str, policy: TenantPolicy, request: str) -> Refusal | None:
-        """Count one request more, or return what stands against it."""
+    async def begin(self, tenant: str, policy: TenantPolicy, request: str, ended: Iterable[str] = ()) -> Refusal | None:
+        """Count one request more, or return what stands against it. ended: requests that count no more."""
         limits = (policy.max_concurrent or 0, policy.tokens_per_minute or 0)
         names = [keys.limit_leases(tenant), keys.limit_bucket(tenant)]
-        verdict, retry_ms = await _BEGIN.run(self._redis, names, request, round(LEASE_S * 1000), *limits)
+        verdict, retry_ms = await _BEGIN.run(self._redis, names, request, round(LEASE_S * 1000), *limits, *ended)
         match verdict:
             case b"CONCURRENCY":
                 return Refusal(Limit.CONCURRENCY, CONCURRENCY_RETRY_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -96,6 +96,15 @@ async def test_requests_at_two_routers_count_together(redis: RedisClient) -> Non
     assert (one.count("fallbacks"), other.count("fallbacks")) == (0, 0)
 
 
+async def test_request_that_has_ended_is_not_counted_against_its_tenants_next_one(redis: RedisClient) -> None:
+    """Not even where its end has not been written so far."""
+    limits = Router(redis).limits
+    for _ in range(3):
+        async with limits.admit(_caller(max_concurrent=1)):
+            pass
+    assert limits._notes.qsize() == 3
+
+
 async def test_tokens_at_two_routers_are_of_one_bucket_which_may_go_into_debt(redis: RedisClient) -> None:
     caller = _caller(tokens_per_minute=600)
     async with Router(redis).running() as first, Router(redis).running() as second:
@@ -130,8 +139,8 @@ class LateCounts(SharedCounts):
         super().__init__(redis)
         self.has_counted = asyncio.Event()
 
-    async def begin(self, tenant: str, policy: TenantPolicy, request: str) -> Refusal | None:
-        await super().begin(tenant, policy, request)
+    async def begin(self, tenant: str, policy: TenantPolicy, request: str, ended: Iterable[str] = ()) -> Refusal | None:
+        await super().begin(tenant, policy, request, ended)
         self.has_counted.set()
         await for_ever()
         return None
@@ -202,10 +211,11 @@ async def test_redis_gone_or_frozen_falls_back_on_the_routers_own_count(
     caller = _caller(max_concurrent=1)
     with RedisServer(tmp_path / "redis") as server:
         client = open_redis(server.url)
-        router = Router(client, budget_s=0.05)
+        router = Router(client)
         async with router.running() as limits:
             async with limits.admit(caller):
                 server.freeze()
+                monkeypatch.setattr(limits, "_budget_s", 0.05)
                 for _ in range(limiter.MAX_FAILURES):
                     assert (await _refusal(limits, caller)).reason == "TENANT_CONCURRENCY"
                 monkeypatch.setattr(limits, "_budget_s", 10 * PATIENCE_S)
