@@ -15,7 +15,7 @@ from kvern.services.router.admission import Admission
 from kvern.services.router.confinement import confine, text_scope
 from kvern.services.router.convert import num_resumed_tokens, to_decode, to_encode, to_serve
 from kvern.services.router.deadline import for_start
-from kvern.services.router.identity.caller import current_caller
+from kvern.services.router.identity.caller import Caller, Role, current_caller
 from kvern.services.router.identity.salts import Salts
 from kvern.services.router.limits import TenantLimits
 from kvern.services.router.metrics import RouterMetrics
@@ -34,7 +34,9 @@ from kvern.v1 import inference_pb2, inference_pb2_grpc, router_pb2_grpc, tokeniz
 INFERENCE_SERVICE = "kvern.v1.InferenceService"
 
 REPLICA_METADATA_KEY = "kvern-replica"
-"""Trailing metadata of Generate: address of the replica that served it. What else there is explains the choice."""
+"""Trailing metadata of Generate: address of the replica that served it. What else admins get explains the choice."""
+
+Metadata = tuple[tuple[str, str], ...]
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -100,9 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         usage.charge(record.completion_tokens)
                         record.verdict = reader.verdict
                         _record_outcome(record, placement)
-                        context.set_trailing_metadata(
-                            ((REPLICA_METADATA_KEY, record.replica), *placement.metadata(record.replica))
-                        )
+                        context.set_trailing_metadata(_trailing(record, placement, caller))
 
     async def Route(self, request: inference_pb2.RouteRequest, context: _Context) -> inference_pb2.RouteResponse:
         with log_call("Route", request.request.model, context.time_remaining):
@@ -112,8 +112,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, time_remaining: TimeRemaining
     ) -> inference_pb2.RouteResponse:
         check_generate(request)
-        confine(request, current_caller(), self._salts)
-        placement, encoded = await self._prepare(request, time_remaining)
+        caller = current_caller()
+        confine(request, caller, self._salts)
+        async with self._limits.admit(caller) as usage:
+            placement, encoded = await self._prepare(request, time_remaining)
+            if self._tickets is not None:  # with a ticket the prompt will be computed, and no router sees it again
+                usage.charge(len(encoded.token_ids) + num_resumed_tokens(request))
         candidates = placement.ranked()
         best = candidates[0]
         return inference_pb2.RouteResponse(
@@ -141,7 +145,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             caller = current_caller()
             model = resolve_model(self._table, request.model, caller.policy)
             encode = to_encode(request, model, scope=text_scope(caller, self._salts))
-            encoded = await self._tokenizer.encode(encode, context.time_remaining)
+            async with self._limits.admit(caller):
+                encoded = await self._tokenizer.encode(encode, context.time_remaining)
             return inference_pb2.TokenizeResponse(ids=encoded.token_ids, max_context=max_context(self._table, model))
 
     async def Detokenize(
@@ -149,8 +154,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.DetokenizeResponse:
         with log_call("Detokenize", request.model, context.time_remaining):
             check_name("model", request.model)
-            model = resolve_model(self._table, request.model, current_caller().policy)
-            decoded = await self._tokenizer.decode(to_decode(request, model), context.time_remaining)
+            caller = current_caller()
+            model = resolve_model(self._table, request.model, caller.policy)
+            async with self._limits.admit(caller):
+                decoded = await self._tokenizer.decode(to_decode(request, model), context.time_remaining)
             return inference_pb2.DetokenizeResponse(text=decoded.text)
 
     async def ListModels(
@@ -192,6 +199,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         placement = await self._placer.place(request, model, len(encoded.token_ids), digests, time_remaining())
         self._metrics.placement.observe(time.monotonic() - arrived_at - tokenize_s)
         return placement, encoded
+
+
+def _trailing(record: RequestRecord, placement: Placement, caller: Caller) -> Metadata:
+    """Say which replica served a request, and to admins why: how busy it was tells what other tenants ask for."""
+    explanation = placement.metadata(record.replica) if caller.has(Role.ADMIN) else ()
+    return ((REPLICA_METADATA_KEY, record.replica), *explanation)
 
 
 def _record_outcome(record: RequestRecord, placement: Placement) -> None:

@@ -40,6 +40,7 @@ tenants:
   single: {{models: [{MODEL}], max_concurrent: 1}}
   frugal: {{tokens_per_minute: 60}}
   resumer: {{tokens_per_minute: 60}}
+  dispatch: {{tokens_per_minute: 60}}
 """
 
 KEYS = ("acme", "other", "late", "elsewhere", "single", "frugal", "resumer")
@@ -55,12 +56,14 @@ def key_of(tenant: str) -> Metadata:
 
 
 ADMIN = bearer("key of an admin")
+ADMIN_WITH_LIMITS = bearer("key of another admin")
 
 
 def keys_file(*entries: str) -> str:
-    """Return a file of keys: users' of each tenant, an admin's, one that is out of date, and further entries."""
+    """Return a file of keys: users' of each tenant, two admins', one that is out of date, and further entries."""
     lines = [f"- {{id: {tenant}-1, tenant: {tenant}, sha256: {hash_of(f'key of {tenant}')}}}" for tenant in KEYS]
     lines.append(f"- {{id: ops, tenant: operators, roles: [admin], sha256: {hash_of('key of an admin')}}}")
+    lines.append(f"- {{id: dispatch, tenant: dispatch, roles: [admin], sha256: {hash_of('key of another admin')}}}")
     old = f"id: old, tenant: acme, expires_at: 2020-01-01T00:00:00Z, sha256: {hash_of('an old key')}"
     return "keys:\n" + "\n".join([*lines, f"- {{{old}}}", *entries])
 
@@ -108,15 +111,17 @@ async def guarding(folder: Path, issuer: Issuer) -> AsyncIterator[Guarded]:
     replicas = [ScriptedReplica(f"unix:{folder}/replica-{number}.sock") for number in range(2)]
     for peer in (tokenizer, *replicas):
         peer.digest_key = KEY_OF_THE_FLEET
-    keys, tenants, secret, log = (folder / name for name in ("keys.yaml", "tenants.yaml", "secret", "log"))
+    names = ("keys.yaml", "tenants.yaml", "secret", "ticket-keys", "log")
+    keys, tenants, secret, ticket_keys, log = (folder / name for name in names)
     keys.write_text(keys_file())
     tenants.write_text(TENANTS)
     secret.write_text("s" * 32)
+    ticket_keys.write_text("t" * 32)
     address, status = f"unix:{folder}/router.sock", status_address()
     flags = [f"--listen={address}", f"--tokenizer={tokenizer.address}", f"--status-listen={status}"]
     flags += [f"--replicas={','.join(replica.address for replica in replicas)}", f"--api-keys={keys}"]
     flags += [f"--tenants={tenants}", f"--salt-secret-file={secret}", f"--jwt-issuer={ISSUER}"]
-    flags += [f"--jwt-audience={AUDIENCE}", f"--jwt-jwks={issuer.url}"]
+    flags += [f"--jwt-audience={AUDIENCE}", f"--jwt-jwks={issuer.url}", f"--ticket-key-file={ticket_keys}"]
     async with (
         scripted.serving(tokenizer, *replicas),
         running("router", *flags, log=log),

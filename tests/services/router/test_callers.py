@@ -19,7 +19,7 @@ from kvern.v1 import inference_pb2, replica_pb2, router_pb2
 from tests.services.scraping import scrape, scrape_until
 
 from . import scripted
-from .guarded import ADMIN, KEY_OF_THE_FLEET, Guarded, Metadata, bearer, guarding, key_of, keys_file
+from .guarded import ADMIN, ADMIN_WITH_LIMITS, KEY_OF_THE_FLEET, Guarded, Metadata, bearer, guarding, key_of, keys_file
 from .identity.issuer import Issuer, serving_keys
 from .scripted import MODEL
 
@@ -157,9 +157,11 @@ async def test_requests_beyond_a_tenants_limits_are_refused_with_a_reason(guarde
     request = inference_pb2.GenerateRequest(text="Hi")
     call = guarded.inference.Generate(request, metadata=key_of("single"), timeout=20)
     await call.read()
-    refusal = await _refusal(guarded, key_of("single"))
-    assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert _details(refusal) == ("TENANT_CONCURRENCY", 1.0)
+    tokenize = guarded.inference.Tokenize(inference_pb2.TokenizeRequest(text="Hi"), metadata=key_of("single"))
+    detokenize = guarded.inference.Detokenize(inference_pb2.DetokenizeRequest(ids=[65]), metadata=key_of("single"))
+    for refusal in (await _refusal(guarded, key_of("single")), await _failure(tokenize), await _failure(detokenize)):
+        assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert _details(refusal) == ("TENANT_CONCURRENCY", 1.0)
     for replica in guarded.replicas:
         replica.reset()
     await _generate(guarded, key_of("acme"))
@@ -178,6 +180,28 @@ async def test_tokens_of_a_stream_that_is_resumed_count_as_its_prompts_do(guarde
     choice = inference_pb2.ChoiceProgress(token_ids=b"x" * 70)
     await _generate(guarded, key_of("resumer"), resume=inference_pb2.Resume(seed=1, choices=[choice]))
     assert _details(await _refusal(guarded, key_of("resumer")))[0] == "TENANT_TOKENS"
+
+
+async def test_prompt_that_is_routed_with_a_ticket_counts_against_its_tenants_limit(
+    guarded: Guarded,
+) -> None:
+    request = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="x" * 90))
+    assert (await guarded.inference.Route(request, metadata=ADMIN_WITH_LIMITS)).ticket
+    refusal = await _failure(guarded.inference.Route(request, metadata=ADMIN_WITH_LIMITS))
+    reason, retry_s = _details(refusal)
+    assert reason == "TENANT_TOKENS"
+    assert retry_s is not None
+    assert 20 < retry_s <= 31
+
+
+async def test_how_busy_replicas_are_is_told_to_admins_alone(guarded: Guarded) -> None:
+    """What waits at a replica is what other tenants have asked for."""
+    for metadata, is_told in ((key_of("acme"), False), (ADMIN, True)):
+        call = guarded.inference.Generate(inference_pb2.GenerateRequest(text="Hi"), metadata=metadata, timeout=20)
+        assert [response async for response in call]
+        told = {key for key, _ in await call.trailing_metadata() if key.startswith("kvern-")}
+        assert "kvern-replica" in told
+        assert ("kvern-cost" in told) is is_told
 
 
 async def test_request_id_of_another_tenant_is_free(guarded: Guarded) -> None:
