@@ -180,3 +180,6 @@ class TenantLimits:
                     with suppress(*REDIS_ERRORS):
                         async with asyncio.timeout(NOTE_TIMEOUT_S):
                             await self._shared.renew(tenant, requests)
+                for request in requests:
+                    if not self._local.is_in_flight(tenant, request):
+                        self._end(tenant, request)  # it ended meanwhile, and may have been revived

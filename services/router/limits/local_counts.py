@@ -55,6 +55,9 @@ class LocalCounts:
     def end(self, tenant: str, request: str) -> None:
         self._counts[tenant].requests.discard(request)
 
+    def is_in_flight(self, tenant: str, request: str) -> bool:
+        return tenant in self._counts and request in self._counts[tenant].requests
+
     def in_flight(self) -> Iterator[tuple[str, list[str]]]:
         """Return tenants and their requests here."""
         return ((tenant, list(count.requests)) for tenant, count in list(self._counts.items()) if count.requests)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -190,6 +190,37 @@ async def test_requests_in_flight_are_renewed_and_those_admitted_without_redis_c
             while not await redis.execute_command("ZCARD", limit_leases("<acme>")):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert (await _refusal(Router(redis).limits, caller)).reason == "TENANT_CONCURRENCY"
+
+
+class SlowToRenew(SharedCounts):
+    """Renews what it is given once it may."""
+
+    def __init__(self, redis: RedisClient) -> None:
+        super().__init__(redis)
+        self.has_begun, self.may_go_on, self.is_done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def renew(self, tenant: str, requests: Sequence[str]) -> None:
+        self.has_begun.set()
+        await self.may_go_on.wait()
+        await super().renew(tenant, requests)
+        self.is_done.set()
+
+
+async def test_request_that_ends_while_it_is_renewed_stops_to_count(
+    redis: RedisClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limiter, "LEASE_S", 0.03)
+    router, counts = Router(redis), SlowToRenew(redis)
+    router.limits._shared = counts
+    async with router.running() as limits, asyncio.timeout(PATIENCE_S):
+        async with limits.admit(_caller(max_concurrent=1)):
+            await counts.has_begun.wait()
+        while await redis.execute_command("ZCARD", limit_leases("<acme>")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        counts.may_go_on.set()
+        await counts.is_done.wait()
+        while await redis.execute_command("ZCARD", limit_leases("<acme>")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_without_redis_each_router_counts_for_itself() -> None:
