@@ -67,7 +67,7 @@ class Reloaded(Generic[_T]):
     def _reload(self) -> None:
         try:
             self._value = self._load()
-        except UnusableFile as error:
+        except Exception as error:  # YAML's readers raise KeyError too; nothing in a file may end who serves
             _log.error("changed files cannot be used; what they held before stays in use", error=str(error))
         else:
             _log.info("changed files are in use", files=[str(file) for file in self._files])
