@@ -150,8 +150,10 @@ class TenantLimits:
         try:
             await shared.end(tenant, request)
         finally:
-            if ended := self._ended.pop(tenant, set()) - {request}:
-                self._ended[tenant] = ended
+            ended = self._ended.get(tenant, set())
+            ended.discard(request)
+            if not ended:
+                self._ended.pop(tenant, None)
 
     def _note(self, note: _Note) -> bool:
         """Return whether a note will be written."""

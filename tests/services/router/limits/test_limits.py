@@ -103,6 +103,12 @@ async def test_request_that_has_ended_is_not_counted_against_its_tenants_next_on
         async with limits.admit(_caller(max_concurrent=1)):
             pass
     assert limits._notes.qsize() == 3
+    task = asyncio.create_task(limits.watch())
+    async with asyncio.timeout(PATIENCE_S):
+        while limits._ended:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def test_tokens_at_two_routers_are_of_one_bucket_which_may_go_into_debt(redis: RedisClient) -> None:
