@@ -3,7 +3,8 @@
 `python tools/dashboards.py` writes them, `--check` says whether they are as they would be written.
 
 In the sources `@all`, `@model`, `@process` and `@engine` stand for label matchers of what was chosen at the top of the
-dashboard, `@client_codes` for the statuses that say nothing of the service, and `[@]` for the interval of a rate.
+dashboard, `@client_codes` for the statuses that say nothing of the service, `@client_sheds` for the reasons of
+RESOURCE_EXHAUSTED that do not either, and `[@]` for the interval of a rate.
 `quantiles` names rates of a histogram's buckets, of which the median and the 99th percentile are shown.
 """
 
@@ -27,6 +28,7 @@ _SHORT = {
     "@process": f'{_ALL}, instance=~"$instance"',
     "@engine": f'{_ALL}, instance=~"$instance", model=~"$model"',
     "@client_codes": "CANCELLED|INVALID_ARGUMENT|NOT_FOUND|ALREADY_EXISTS|UNIMPLEMENTED",
+    "@client_sheds": "SLOW_READER|TENANT_CONCURRENCY|TENANT_TOKENS",
     "[@]": "[$__rate_interval]",
 }
 _QUANTILES = {"p50": 0.5, "p99": 0.99}

@@ -97,14 +97,6 @@ class RouterMetrics:
             registry=registry,
         )
         self._hedges = {has_won: hedges.labels("won" if has_won else "lost") for has_won in (True, False)}
-        sheds = Counter(
-            "kvern_router_sheds",
-            "Requests that ended with RESOURCE_EXHAUSTED, by ErrorInfo.reason: no room, a deadline that cannot be met,"
-            " a client that does not read, or a tenant's limits.",
-            ["reason"],
-            registry=registry,
-        )
-        self._sheds = {reason: sheds.labels(reason) for reason in (*SHED_REASONS, OTHER)}
 
     @property
     def models(self) -> list[str]:
@@ -131,9 +123,6 @@ class RouterMetrics:
 
     def count_hedge(self, has_won: bool) -> None:
         self._hedges[has_won].inc()
-
-    def count_shed(self, reason: str) -> None:
-        self._sheds.get(reason, self._sheds[OTHER]).inc()
 
 
 class RequestMetrics:
@@ -209,7 +198,7 @@ class RequestMetrics:
         self._of.duration.observe(time.monotonic() - self._arrived_at)
         self._of.count_end(code)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            self.router.count_shed(reason)
+            self._of.count_shed(reason)
 
 
 class _Families:
@@ -252,6 +241,12 @@ class _Families:
         )
         self.migrations = self._counter(
             "migrations", "Streams that another replica went on with, by what became of the one before.", "reason"
+        )
+        self.sheds = self._counter(
+            "sheds",
+            "Requests that ended with RESOURCE_EXHAUSTED, by ErrorInfo.reason: no room, a deadline that cannot be met,"
+            " a client that does not read, or a tenant's limits.",
+            "reason",
         )
         self.other = _OfModel(self, OTHER)
 
@@ -308,12 +303,16 @@ class _OfModel:
         self._predictions = {
             result: families.predictions.labels(model, result) for result in ("exact", "over", "under")
         }
+        self._sheds = {reason: families.sheds.labels(model, reason) for reason in (*SHED_REASONS, OTHER)}
         self.model = model
         self._requests = families.requests
         self._requests.labels(model, grpc.StatusCode.OK.name)
 
     def count_end(self, code: grpc.StatusCode) -> None:
         self._requests.labels(self.model, code.name).inc()
+
+    def count_shed(self, reason: str) -> None:
+        self._sheds.get(reason, self._sheds[OTHER]).inc()
 
     def predict(self, predicted_tokens: int, cached_tokens: int) -> None:
         error = predicted_tokens - cached_tokens

@@ -12,8 +12,11 @@ import grpc
 import pytest
 import yaml
 
+from kvern.services.router.limits.verdict import Limit
+from kvern.services.router.metrics import SHED_REASONS
 from kvern.services.runtime.interceptors import _STATUS
 from kvern.services.runtime.metrics import LATENCY_BUCKETS_S
+from kvern.services.runtime.slow_reader import SLOW_READER
 from tests.helm.chart import CHART, NAMESPACE, load, of_kind, render
 from tests.helm.promql import Exposed, is_condition, matchers, missing, parse, selectors, series
 
@@ -121,6 +124,13 @@ _CLIENTS = {"InvalidArgument", "Unsupported", "NotFound", "AlreadyExists"}
 """Errors that are the client's doing."""
 
 
+def test_sheds_that_do_not_count_are_readers_and_tenants_limits_wherever_they_are_named() -> None:
+    assert {SLOW_READER, *Limit} < set(SHED_REASONS)
+    for text in (str(ALL), (CHART / "dashboards" / "overview.json").read_text()):
+        named = re.findall(r'reason[!=]~\\?"([A-Z_|]+)', text)
+        assert {frozenset(each.split("|")) for each in named} == {frozenset((SLOW_READER, *Limit))}
+
+
 def test_wanted_replicas_are_those_of_all_pools_of_a_model() -> None:
     missing_ones = {rule["labels"]["model"]: rule["expr"] for rule in FIRING if rule["alert"] == "KvernReplicasMissing"}
     assert missing_ones.keys() == {"big"}, "what is scaled to nothing is not missed"
@@ -131,7 +141,9 @@ def test_alerts_of_what_a_release_has_not_are_left_out() -> None:
     with_certificates = {rule["alert"] for rule in FIRING}
     own_redis = {rule["alert"] for rule in rules() if "alert" in rule}
     no_redis = {rule["alert"] for rule in rules({"redis": {"mode": "none"}}) if "alert" in rule}
-    assert with_certificates - own_redis == {"KvernCertificateExpires"}
+    tls = {"enabled": True, "router": {"secret": "r"}, "replica": {"secret": "s"}}
+    secure = {rule["alert"] for rule in rules({"tls": tls}) if "alert" in rule}
+    assert with_certificates - own_redis == secure - own_redis == {"KvernCertificateExpires"}
     assert own_redis - no_redis == {"KvernRedisDown", "KvernIndexLookupsFail", "KvernPredictionsOff"}
     assert not any("redis" in rule["expr"] for rule in rules({"redis": {"mode": "none"}}))
 
@@ -162,7 +174,8 @@ _ROUTER = {f"kvern_router_max_streams{{{_POD}}}": "100x2000"}
 
 
 def requests(good: str, bad: str, code: str = "UNAVAILABLE") -> dict[str, str]:
-    return {f'{_REQUESTS}="big", code="OK"}}': good, f'{_REQUESTS}="big", code="{code}"}}': bad}
+    of_model = {f'{_REQUESTS}="big", code="OK"}}': good, f'{_REQUESTS}="big", code="{code}"}}': bad}
+    return of_model | sheds("TENANT_TOKENS", "0x200")
 
 
 def latencies(name: str, within: str, in_all: str, bound: str) -> dict[str, str]:
@@ -176,8 +189,12 @@ def of(metric: str, values: str, labels: str = "") -> dict[str, str]:
     return {f"{metric}{{{_POD}{labels}}}": values}
 
 
-def sheds(reason: str) -> dict[str, str]:
-    return of("kvern_router_sheds_total", "0+1x60", f', reason="{reason}"')
+def sheds(reason: str, values: str = "0+1x60") -> dict[str, str]:
+    return of("kvern_router_sheds_total", values, f', model="big", reason="{reason}"')
+
+
+def refused(in_all: str, by_limits: str) -> dict[str, str]:
+    return requests("0+98x200", in_all, "RESOURCE_EXHAUSTED") | sheds("TENANT_TOKENS", by_limits)
 
 
 CASES: list[tuple[str, str, dict[str, str], bool]] = [
@@ -186,6 +203,8 @@ CASES: list[tuple[str, str, dict[str, str], bool]] = [
     ("KvernAvailabilityBudgetBurn", "90m", requests("0+9999x200", "0+1x200"), False),
     ("KvernAvailabilityBudgetBurn", "90m", requests("0+98x200", "0+2x200", "CANCELLED"), False),
     ("KvernAvailabilityBudgetBurn", "90m", requests("0x200", "0x60 1x200"), False),
+    ("KvernAvailabilityBudgetBurn", "90m", refused("0+2x200", "0+2x200"), False),
+    ("KvernAvailabilityBudgetBurn", "90m", refused("0+4x200", "0+2x200"), True),
     ("KvernFirstTokenBudgetBurn", "90m", latencies(_FIRST, "0+80x200", "0+100x200", "2.0"), True),
     ("KvernFirstTokenBudgetBurn", "90m", latencies(_FIRST, "0+995x200", "0+1000x200", "2.0"), False),
     ("KvernInterTokenBudgetBurn", "90m", latencies(_INTER, "0+80x200", "0+100x200", "0.2"), True),
@@ -199,18 +218,9 @@ CASES: list[tuple[str, str, dict[str, str], bool]] = [
     ("KvernEngineStuck", "10m", of("kvern_engine_step_age_seconds", "2x20"), False),
     ("KvernTokenizerDown", "10m", of("kvern_router_tokenizer_up", "0x20"), True),
     ("KvernTokenizerDown", "10m", of("kvern_router_tokenizer_up", "1x20"), False),
-    (
-        "KvernShedding",
-        "40m",
-        requests("0+9x60", "0x60") | of("kvern_router_sheds_total", "0+1x60", ', reason="X"'),
-        True,
-    ),
-    (
-        "KvernShedding",
-        "40m",
-        requests("0+9x60", "0x60") | of("kvern_router_sheds_total", "0+1x60", ', reason="SLOW_READER"'),
-        False,
-    ),
+    ("KvernShedding", "40m", requests("0+9x60", "0x60") | sheds("X"), True),
+    ("KvernShedding", "40m", requests("0+9x60", "0x60") | sheds("SLOW_READER"), False),
+    ("KvernShedding", "40m", requests("0+9x60", "0x60") | sheds("TENANT_CONCURRENCY"), False),
     ("KvernStreamsNearLimit", "10m", of("kvern_router_streams", "95x20") | _ROUTER, True),
     ("KvernStreamsNearLimit", "10m", of("kvern_router_streams", "80x20") | _ROUTER, False),
     (

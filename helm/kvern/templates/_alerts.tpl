@@ -17,9 +17,8 @@
 
 {{/* Whether the services are told of certificate files. */}}
 {{- define "kvern.hasCertificates" -}}
-{{- with .Values.redis -}}
-{{- and (eq .mode "external") (ne .external.ca.name "") -}}
-{{- end -}}
+{{- $redis := .Values.redis -}}
+{{- or .Values.tls.enabled (and (eq $redis.mode "external") (ne $redis.external.ca.name "")) -}}
 {{- end }}
 
 {{/* A rule that alerts. Takes (list root alert expr labels). */}}

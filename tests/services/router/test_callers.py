@@ -173,7 +173,9 @@ async def test_requests_beyond_a_tenants_limits_are_refused_with_a_reason(guarde
     assert 20 < retry_s <= 31
     now = await scrape(guarded.status)
     for reason in ("TENANT_CONCURRENCY", "TENANT_TOKENS"):
-        assert now("kvern_router_sheds_total", reason=reason) == 1
+        assert now("kvern_router_sheds_total", model=MODEL, reason=reason) == 1
+    # What alerts subtract from the failures, model by model.
+    assert now("kvern_router_requests_total", model=MODEL, code="RESOURCE_EXHAUSTED") == 2
 
 
 async def test_tokens_of_a_stream_that_is_resumed_count_as_its_prompts_do(guarded: Guarded) -> None:
