@@ -49,8 +49,23 @@ def test_command_takes_its_certificate_from_variables(server: str, authority: Au
     assert (done.returncode, done.stdout) == (0, "Hi\n"), done.stderr
 
 
-@pytest.mark.parametrize("given", [["--tls-cert"], ["--tls-cert", "--tls-key"]])
+def test_command_finds_a_server_by_the_name_in_its_certificate_that_no_address_says(authority: Authority) -> None:
+    """As through a port that kubectl forwards."""
+    pair = authority.sign("server", "kvern.serving.svc")
+    credentials = grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.certificate.read_bytes())])
+    # An address of this machine that is in no certificate.
+    running = ScriptedServer(
+        responds(started(), delta("Hi", 1), finished()), address="127.0.0.2:0", credentials=credentials
+    )
+    running.start()
+    named = [f"--tls-ca={authority.file}", "--tls-server-name=kvern.serving.svc"]
+    done = run_kvern("generate", "--server", running.address, *named, "Hi")
+    running.stop()
+    assert (done.returncode, done.stdout) == (0, "Hi\n"), done.stderr
+
+
+@pytest.mark.parametrize("given", [["--tls-cert"], ["--tls-cert", "--tls-key"], ["--tls-server-name"]])
 def test_tls_flags_that_make_no_sense_alone_are_refused_by_name(given: list[str], authority: Authority) -> None:
     done = run_kvern("models", *(f"{flag}={authority.file}" for flag in given))
     assert done.returncode == 2
-    assert "--tls-cert" in done.stderr
+    assert given[0] in done.stderr

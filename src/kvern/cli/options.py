@@ -50,6 +50,13 @@ _CONNECTION_OPTIONS = (
     _tls_option("--tls-ca", "Call it in TLS, and trust the authorities in this PEM file."),
     _tls_option("--tls-cert", "Certificate to show it, where it asks for one."),
     _tls_option("--tls-key", "The certificate's key."),
+    click.option(
+        "--tls-server-name",
+        metavar="NAME",
+        envvar="KVERN_TLS_SERVER_NAME",
+        show_envvar=True,
+        help="Name in its certificate, where that is not the one in --server: through a forwarded port, say.",
+    ),
     api_key_option,
     click.option("--plaintext-api-key", is_flag=True, help="Send the key without TLS, though not to this machine."),
 )
@@ -61,6 +68,8 @@ class Server:
 
     address: str
     credentials: grpc.ChannelCredentials | None
+    server_name: str | None = None
+    """The name in its certificate. None: the one in its address."""
     api_key: str = field(default="", repr=False)
     plaintext_api_key: bool = False
 
@@ -69,6 +78,7 @@ class Server:
             return Client(
                 self.address,
                 credentials=self.credentials,
+                authority=self.server_name,
                 api_key=self.api_key,
                 plaintext_api_key=self.plaintext_api_key,
             )
@@ -86,12 +96,15 @@ def connection_options(function: _Function) -> _Function:
         tls_ca: Path | None,
         tls_cert: Path | None,
         tls_key: Path | None,
+        tls_server_name: str | None,
         api_key_file: Path | None,
         plaintext_api_key: bool,
         **options: Any,
     ) -> Any:
+        if tls_server_name is not None and tls_ca is None:
+            raise click.UsageError("--tls-server-name needs --tls-ca")
         credentials = _credentials(tls_ca, tls_cert, tls_key)
-        connection = Server(server, credentials, api_key_from(api_key_file), plaintext_api_key)
+        connection = Server(server, credentials, tls_server_name, api_key_from(api_key_file), plaintext_api_key)
         return function(*arguments, server=connection, **options)
 
     for option in reversed(_CONNECTION_OPTIONS):

@@ -35,7 +35,7 @@ _OWN_FIELDS = frozenset(
 )
 """Settings that the set gives its services itself: how they are connected, no wait for a load balancer, one model."""
 
-_CLIENT_VARIABLES = frozenset({"KVERN_SERVER", "KVERN_API_KEY", "KVERN_API_KEY_FILE"})
+_CLIENT_VARIABLES = frozenset({"KVERN_SERVER", "KVERN_TLS_SERVER_NAME", "KVERN_API_KEY", "KVERN_API_KEY_FILE"})
 
 
 @dataclass(frozen=True, slots=True)
