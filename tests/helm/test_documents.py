@@ -7,6 +7,7 @@ import re
 import prometheus_client
 import pytest
 
+from kvern.cli.generate import generate
 from kvern.services.router.admission import Admission
 from kvern.services.router.metrics import RouterMetrics
 from kvern.services.router.view import show_streams
@@ -355,6 +356,23 @@ def test_notes_say_nothing_of_a_pause_where_there_is_none() -> None:
 )
 def test_notes_say_when_upgrades_are_noticed(pool: Document, told: str) -> None:
     assert told in _notes({"replica": pool})
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("minimal", set()),
+        ("secure", {"--tls-ca", "--tls-server-name", "--tls-cert", "--tls-key"}),
+        ("tenants", {"--api-key-file"}),
+    ],
+)
+def test_command_in_notes_says_what_a_router_wants_to_see(name: str, flags: set[str]) -> None:
+    notes = _notes(values(name))
+    [command] = re.findall(r"^  kvern (generate .*(?:\n    .*)*)", notes, re.MULTILINE)
+    named = set(re.findall(r"--[\w-]+", command))
+    assert named == {"--server", "--model"} | flags
+    assert named <= {flag for option in generate.params for flag in option.opts}
+    assert ("Nobody is asked" in notes) == (name == "minimal")
 
 
 def _notes(given: Document) -> str:

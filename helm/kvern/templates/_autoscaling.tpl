@@ -1,3 +1,15 @@
+{{/* How many there may be, under an autoscaler's names for it. Takes (list name autoscaling least most). */}}
+{{- define "kvern.scaleBounds" -}}
+{{- $name := index . 0 -}}
+{{- with index . 1 -}}
+{{- if gt (int .minReplicas) (int .maxReplicas) }}
+{{- fail (printf "%s: autoscaling.minReplicas %v is above maxReplicas %v" $name .minReplicas .maxReplicas) }}
+{{- end -}}
+{{ index $ 2 }}: {{ .minReplicas }}
+{{ index $ 3 }}: {{ .maxReplicas }}
+{{- end }}
+{{- end }}
+
 {{/*
 A KEDA ScaledObject on a sum over this release's routers. Takes (list root labels deployment autoscaling metric target).
 */}}
@@ -12,8 +24,7 @@ metadata:
   labels: {{- include "kvern.labels" (index . 1) | nindent 4 }}
 spec:
   scaleTargetRef: {name: {{ $name }}}
-  minReplicaCount: {{ $autoscaling.minReplicas }}
-  maxReplicaCount: {{ $autoscaling.maxReplicas }}
+  {{- include "kvern.scaleBounds" (list $name $autoscaling "minReplicaCount" "maxReplicaCount") | nindent 2 }}
   pollingInterval: {{ $autoscaling.keda.pollingInterval }}
   cooldownPeriod: {{ $autoscaling.scaleDownSeconds }}
   advanced:

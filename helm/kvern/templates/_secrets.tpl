@@ -10,7 +10,8 @@
 
 {{/* Of whom clients of routers and gateways need a certificate. */}}
 {{- define "kvern.clientCaFlags" -}}
-{{- if and .Values.tls.enabled .Values.tls.clientCa.name }}
+{{- if .Values.tls.clientCa.name }}
+{{- if not .Values.tls.enabled }}{{ fail "tls.enabled: without it nobody is asked for a certificate of tls.clientCa" }}{{ end }}
 - --tls-client-ca=/etc/kvern/client-ca/ca.crt
 {{- end }}
 {{- end }}
@@ -27,12 +28,15 @@
 {{- if $auth.apiKeys.secret.name }}
 - --api-keys=/etc/kvern/api-keys/keys.yaml
 {{- end }}
-{{- if $auth.jwt.issuer }}
-- {{ printf "--jwt-issuer=%s" $auth.jwt.issuer | quote }}
+{{- if or $auth.jwt.issuer $auth.jwt.audience $auth.jwt.jwks }}
+- {{ printf "--jwt-issuer=%s" (required "auth.jwt.issuer: whose tokens are taken" $auth.jwt.issuer) | quote }}
 - {{ printf "--jwt-audience=%s" (required "auth.jwt.audience: whom tokens must be for" $auth.jwt.audience) | quote }}
 - {{ printf "--jwt-jwks=%s" (required "auth.jwt.jwks: where the issuer's keys are" $auth.jwt.jwks) | quote }}
 - {{ printf "--jwt-tenant-claim=%s" $auth.jwt.tenantClaim | quote }}
 - {{ printf "--jwt-roles-claim=%s" $auth.jwt.rolesClaim | quote }}
+{{- end }}
+{{- if and $auth.saltSecret.name (not $auth.tenants.name) }}
+{{- fail "auth.tenants.name: without it there are no tenants for auth.saltSecret" }}
 {{- end }}
 {{- if $auth.tenants.name }}
 - --tenants=/etc/kvern/tenants/tenants.yaml
