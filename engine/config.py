@@ -82,3 +82,6 @@ class EngineConfig:
 
     num_threads: int | None = None
     """Threads for CPU kernels. None: torch decides."""
+
+    max_threads: int | None = None
+    """What torch's decision may not exceed: it counts the machine's cores, of which a container may be allowed few."""

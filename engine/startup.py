@@ -72,7 +72,8 @@ def _with_threads_for_each_rank(config: EngineConfig) -> EngineConfig:
     """Return `config` with each rank's part of a CPU's threads, unless they are given."""
     if config.num_threads is not None:
         return config
-    return replace(config, num_threads=max(1, torch.get_num_threads() // config.tensor_parallel_size))
+    num_threads = min(torch.get_num_threads(), config.max_threads or torch.get_num_threads())
+    return replace(config, num_threads=max(1, num_threads // config.tensor_parallel_size))
 
 
 def build_runner(

@@ -10,6 +10,7 @@ from pydantic import ByteSize, Field, ValidationInfo, field_validator
 from kvern.engine.block_hash import DEFAULT_KEY
 from kvern.engine.config import EngineConfig
 from kvern.services.runtime.certificates import redis_certificate_files
+from kvern.services.runtime.cores import usable_cores
 from kvern.services.runtime.model_source import DEFAULT_MODEL
 from kvern.services.runtime.secret_file import read_digest_key
 from kvern.services.runtime.settings import RedisPasswordFile, RedisUrl, ServiceSettings
@@ -78,7 +79,7 @@ class EngineSettings(ServiceSettings):
     """Keep the KV of finished requests for later ones that begin the same."""
 
     num_threads: int | None = Field(None, ge=1)
-    """Threads for CPU kernels. Default: torch decides."""
+    """Threads for CPU kernels. Default: torch decides, within a container's limit."""
 
     seed: int = Field(0, ge=0, lt=2**64)
     """Seeds the draws of requests that bring no seed."""
@@ -146,4 +147,5 @@ class EngineSettings(ServiceSettings):
             record_cache_events=self.redis is not None or self.smg_kv_events,
             told_salt=self.smg_salt if self.smg_kv_events else None,
             num_threads=self.num_threads,
+            max_threads=usable_cores(),
         )

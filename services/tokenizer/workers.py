@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from kvern.services.runtime.cores import usable_cores
 from kvern.services.runtime.errors import ResourceExhausted
 
 LARGE_BYTES = 1024 * 1024
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class Workers:
-    """A thread for each core, since encoding releases the GIL, and one more that large requests take in turns.
+    """A thread for each usable core, since encoding releases the GIL, and one more that large requests take in turns.
 
     So small requests do not wait for large ones, and only one of these at a time takes the memory that it needs. As
     many again for each model render its chats: where a template takes its time, that is its own model's. Used from one
@@ -36,7 +36,7 @@ class Workers:
     def __init__(self, models: Iterable[str] = (), *, max_jobs: int = MAX_JOBS, max_bytes: int = MAX_BYTES) -> None:
         self.num_refused = {"jobs": 0, "bytes": 0}
         """Requests refused, by the bound that was reached."""
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = usable_cores()
         self._small = _Threads(num_cores, "worker", max_jobs, max_bytes, self.num_refused)
         self._large = _Threads(1, "large-worker", max_jobs, max_bytes, self.num_refused)
         self._chats = {
