@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvern.services.engine.settings import EngineSettings
 from kvern.services.runtime.cores import usable_cores
 
 
@@ -32,3 +33,8 @@ def test_cores_are_those_of_the_machine_or_of_the_containers_limit(
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert usable_cores(tmp_path) == (num_cores or 8)
+
+
+def test_engine_is_told_of_the_cores_it_may_use() -> None:
+    settings = EngineSettings.load(["--listen=unix:/tmp/engine.sock"], prog="engine", environ={})
+    assert settings.engine_config(Path("model")).max_threads == usable_cores()

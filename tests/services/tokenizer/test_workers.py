@@ -63,6 +63,19 @@ async def test_job_over_the_bytes_is_refused_and_small_ones_are_not() -> None:
         assert workers.num_jobs == 0
 
 
+async def test_as_many_jobs_run_at_once_as_cores_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvern.services.tokenizer.workers.usable_cores", lambda: 1)
+    with Workers() as workers, releasing() as release:
+        first = asyncio.create_task(workers.run(SMALL, release.wait))
+        second = asyncio.create_task(workers.run(SMALL, release.set))
+        # A large one has a thread of its own, and ends when there was time for the second to begin.
+        await workers.run(LARGE, int)
+        assert not release.is_set()
+        second.cancel()
+        release.set()
+        await first
+
+
 async def test_large_jobs_run_one_at_a_time_and_do_not_hold_up_small_ones() -> None:
     begun: list[int] = []
 
