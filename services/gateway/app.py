@@ -174,7 +174,7 @@ class Gateway:
         return await self._router.is_serving() and not self.is_draining
 
     async def _begins_in_reasoning(self, body: ChatCompletionRequest, metadata: Metadata) -> bool:
-        if self._formats.reasoning == NO_FORMAT or body.must_call:
+        if self._formats.reasoning == NO_FORMAT or not body.may_reason:
             return False
         return await self._probe.begins_in_reasoning(body, metadata)
 

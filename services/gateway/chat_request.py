@@ -211,6 +211,11 @@ class ChatCompletionRequest(GenerationBody, ChatBody):
             return {"tools": schema_of_calls(self.offered_tools, in_parallel=self.may_call_several)}
         return super().given_constraints()
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether the answer may hold reasoning: what is held to a form as a whole has no room for any."""
+        return all(each.HasField("structural_tag") for each in self.given_constraints().values())
+
     def param_of(self, field: str) -> str:
         if field == "stopping.max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvern.services.gateway import logprobs
 from kvern.services.gateway.answers import ChatCompletion
-from kvern.services.gateway.chat_request import ChatCompletionRequest, OutputFormats
+from kvern.services.gateway.chat_request import NO_FORMAT, ChatCompletionRequest, OutputFormats
 from kvern.services.gateway.event_stream import ChunkWriter
 from kvern.services.gateway.finish_reason import finish_reason
 from kvern.services.gateway.forced_calls import NamedCall, open_listed_calls
@@ -41,10 +41,11 @@ def parser_opener(
     tools = [tool.function.name for tool in body.offered_tools]
     if body.must_call:
         return lambda: open_listed_calls(tools)
+    may_reason = body.may_reason
     return lambda: open_parser(
         tools=tools,
         tool_format=formats.tool_calls,
-        reasoning_format=formats.reasoning,
+        reasoning_format=formats.reasoning if may_reason else NO_FORMAT,
         begins_in_reasoning=begins_in_reasoning,
     )
 

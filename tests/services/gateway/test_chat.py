@@ -194,6 +194,24 @@ async def test_chat_whose_template_opens_reasoning_is_answered_from_within(setup
     assert going_on["content"] == "hm</think>4"
 
 
+@pytest.mark.parametrize(
+    "fields", [{"response_format": {"type": "json_object"}}, {"guided_regex": "."}, {"guided_choice": ["{}"]}]
+)
+async def test_chat_held_to_a_form_is_content_where_the_template_opens_reasoning(
+    setup: Setup, fields: dict[str, object]
+) -> None:
+    setup.router.behaviour = says('{"a": "</think>"}', size=3)
+    message = await setup.message(chat_template_kwargs={"thinking": True}, **fields)
+    assert message["content"] == '{"a": "</think>"}'
+    assert "reasoning_content" not in message
+
+
+async def test_chat_with_constrained_tags_in_free_text_may_reason(setup: Setup) -> None:
+    setup.router.behaviour = says("hm</think>4")
+    fields = {"structured_outputs": {"structural_tag": {"a": 1}}, "chat_template_kwargs": {"thinking": True}}
+    assert (await setup.message(**fields))["content"] == "4"
+
+
 @pytest.mark.parametrize("text", ["a < b", "no <tool_call> asked for", "x</s>", '{"name": "f", "parameters": {}}'])
 async def test_chat_without_tools_or_reasoning_passes_as_it_is(setup: Setup, text: str) -> None:
     setup.router.behaviour = says(text, size=2)
