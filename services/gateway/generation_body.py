@@ -80,7 +80,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0)
     logit_bias: dict[TokenIdKey, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    allowed_token_ids: list[UInt32] | None = None
+    allowed_token_ids: Annotated[list[UInt32], Field(fail_fast=True)] | None = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
 
     max_tokens: UInt32 | None = None

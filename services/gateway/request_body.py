@@ -44,6 +44,12 @@ def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
 
 JSON = "application/json"
 
+MAX_VALUES = 65_536
+"""Names and values in a body. Each may be an error to report or an object to make, which takes microseconds."""
+
+_UNCOUNTED = ("prompt", "tokens", "allowed_token_ids")
+"""Fields of any number of ids, whose check ends at the first that is wrong."""
+
 _Body = TypeVar("_Body", bound=Body)
 _Other = TypeVar("_Other", bound=Body)
 
@@ -77,7 +83,33 @@ async def _read(request: Request) -> dict[str, Any]:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise ApiError(400, "the body must be a JSON object")
+    _check_count(document)
     return document
+
+
+def _check_count(document: dict[str, Any]) -> None:
+    """Refuse what would take seconds and gigabytes to check. Raises ApiError."""
+    room = MAX_VALUES - len(document)
+    for name, value in document.items():
+        if name not in _UNCOUNTED:
+            room -= _num_values(value, room)
+        if room < 0:
+            message = f"{name}: a body may hold {MAX_VALUES} names and values, this one has more"
+            raise ApiError(400, message, name, "invalid_value")
+
+
+def _num_values(value: object, limit: int) -> int:
+    """Count the values within another one, as far as `limit`."""
+    count, open_ = 0, [value]
+    while open_ and count <= limit:
+        match open_.pop():
+            case dict() as names:
+                count += len(names)
+                open_ += names.values() if count <= limit else ()
+            case list() as items:
+                count += len(items)
+                open_ += items if count <= limit else ()
+    return count
 
 
 def _validate(kind: type[_Body], document: dict[str, Any]) -> _Body:
@@ -89,12 +121,13 @@ def _validate(kind: type[_Body], document: dict[str, Any]) -> _Body:
 
 def _refusal(error: ValidationError, document: dict[str, Any]) -> ApiError:
     """Report the errors deepest in the document: of a union's alternatives, that is the one that came closest."""
-    located = [(_path(item["loc"], document), item) for item in error.errors(include_url=False)]
+    items = error.errors(include_url=False, include_context=False, include_input=False)
+    located = [(_path(item["loc"], document), item) for item in items]
     deepest = max((path for path, _ in located), key=len)
-    items = [item for path, item in located if path == deepest]
-    messages = dict.fromkeys(_MESSAGES.get(item["type"], item["msg"]) for item in items)
+    there = [item for path, item in located if path == deepest]
+    messages = dict.fromkeys(_MESSAGES.get(item["type"], item["msg"]) for item in there)
     param = _param(deepest)
-    return ApiError(400, f"{param}: {' or '.join(messages)}", param, _code(items[0]))
+    return ApiError(400, f"{param}: {' or '.join(messages)}", param, _code(there[0]))
 
 
 def _path(loc: Sequence[str | int], document: Any) -> tuple[str | int, ...]:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvern.services.gateway.request_body import MAX_VALUES
 from kvern.v1 import inference_pb2
 
 from .scripted_router import STARTED, finished, responds
@@ -200,6 +201,29 @@ async def test_malformed_json_is_refused(setup: Setup, body: bytes) -> None:
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert "JSON" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("messages", {"messages": [1] * MAX_VALUES}),
+        ("stop", {"stop": [[]] * MAX_VALUES}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"a": [{"b": [0] * (MAX_VALUES // 2)}] * 2}}),
+    ],
+)
+async def test_more_values_than_a_body_may_hold_are_refused(
+    setup: Setup, param: str, fields: dict[str, object]
+) -> None:
+    """To report every one of millions of wrong values would take a minute and 6 GiB."""
+    error = await setup.refused(**fields)
+    assert error["param"] == param
+    assert str(MAX_VALUES) in error["message"]
+
+
+async def test_ids_are_not_bounded_by_the_values_a_body_may_hold(setup: Setup) -> None:
+    ids = list(range(MAX_VALUES + 1))
+    assert (await setup.complete(prompt=ids, allowed_token_ids=ids)).status_code == 200
+    assert len(setup.router.received[0].sampling.allowed_token_ids) == len(ids)
 
 
 async def test_five_megabytes_reach_router(setup: Setup) -> None:
