@@ -17,15 +17,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvern.services.runtime.listen import ListenError
 
 MAX_HEAD_S = 30.0
-"""How long a client may take to send the head of a request, in seconds."""
+"""How long a client may take to send the head of a request, or the rest of one that is answered, in seconds."""
+
+MAX_STALLED_S = 120.0
+"""How long a client may read nothing of what is sent to it, in seconds."""
+
+KEEP_ALIVE_S = 120
+"""How long a connection stays open between requests, in seconds. Longer than proxies keep theirs, which is 60 to 90: a
+request that meets a connection being closed is an error to their clients."""
 
 _BACKLOG = 2048
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol, which by itself waits for ever for the rest of a head."""
+    """uvicorn's protocol, which by itself waits for ever for what clients do not send, or do not read."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -36,19 +44,39 @@ class _Protocol(H11Protocol):
         self._time_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        self._stop_head_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.trailing_data[0]:  # the next head has begun to come
+            self._time_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(MAX_STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
     def _time_head(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_timer()
+        is_answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        if self.conn.their_state is not h11.IDLE and not is_answered:
+            self._stop_head_timer()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(MAX_HEAD_S, self.transport.close)
 
-    def _stop_timer(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
 
 class _Server(uvicorn.Server):
@@ -78,6 +106,7 @@ async def serving(
         access_log=False,
         server_header=False,
         backlog=_BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(grace_s),
     )
     config.load()

@@ -1,4 +1,4 @@
-"""Clients that take their time to say what they want."""
+"""Clients that take their time to say what they want, or to read what they are told."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from contextlib import asynccontextmanager
 
 import pytest
 from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvern.services.runtime import http_server
 from kvern.services.runtime.http_server import bind, serving
 
+HELLO = PlainTextResponse("hello")
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(app: ASGIApp = HELLO) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     with bind("127.0.0.1:0") as listener:
-        async with serving(PlainTextResponse("hello"), [listener], grace_s=1):
+        async with serving(app, [listener], grace_s=1):
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             try:
                 yield reader, writer
@@ -43,3 +45,42 @@ async def test_request_may_take_longer_than_its_head(monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0.2)  # the body comes after what a head may take
             writer.write(b"x")
         assert (await asyncio.wait_for(reader.read(), 10)).count(b"hello") == 2
+
+
+async def test_connection_whose_body_does_not_come_after_the_answer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_HEAD_S", 0.1)
+    async with connected() as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+        await asyncio.wait_for(reader.readuntil(b"hello"), 10)
+        writer.write(b"x")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+
+
+async def test_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_STALLED_S", 0.1)
+    is_gone = asyncio.Event()
+
+    async def sends_more_than_sockets_hold(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200})
+        for _ in range(512):
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        if (await receive())["type"] == "http.disconnect":
+            is_gone.set()
+
+    async with connected(sends_more_than_sockets_hold) as (_, writer):
+        writer.write(HEAD)
+        await asyncio.wait_for(is_gone.wait(), 10)
+
+
+async def test_connection_without_requests_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.1)
+    async with connected() as (reader, writer):
+        writer.write(HEAD)
+        await asyncio.wait_for(reader.readuntil(b"hello"), 10)
+        assert await asyncio.wait_for(reader.read(), 4) == b""  # uvicorn itself would keep it for 5 s
+
+
+def test_connection_is_kept_for_longer_than_by_what_commonly_asks() -> None:
+    """Of ingresses, load balancers and client libraries, Go's keep theirs longest, 90 s."""
+    assert http_server.KEEP_ALIVE_S > 90
