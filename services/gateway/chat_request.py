@@ -13,6 +13,7 @@ from kvern.services.gateway.generation_body import GenerationBody, NumLogprobs, 
 from kvern.services.gateway.request_body import Body
 from kvern.services.gateway.tools import (
     MAX_TOOLS,
+    CacheControl,
     NamedTool,
     ReplayedCall,
     Tool,
@@ -45,13 +46,14 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class Message(Body):
     """One message of a chat."""
 
     # Clients send back what they were answered, its empty fields included.
-    neutral: ClassVar = {"annotations": (None, []), "audio": (None,), "function_call": (None,), "refusal": (None,)}
+    neutral: ClassVar = {"annotations": ([],)}
 
     role: str = Field(min_length=1)
     content: str | list[TextPart] | None = None
@@ -61,6 +63,9 @@ class Message(Body):
     """OpenAI's client sends back what it made of the content."""
     tool_calls: list[ReplayedCall] | None = None
     tool_call_id: str | None = None
+    cache_control: CacheControl | None = None
+    provider_specific_fields: dict[str, object] | None = None
+    """LiteLLM sends back what else it was answered, by whomever."""
 
     def to_proto(self) -> ChatMessage:
         return ChatMessage(
@@ -135,16 +140,11 @@ class ChatCompletionRequest(GenerationBody, ChatBody):
     """What a client asks for."""
 
     neutral: ClassVar = GenerationBody.neutral | {
-        "audio": (None,),
-        "echo": (None, False),
-        "function_call": (None, "none"),
-        "functions": (None, []),
-        "include_reasoning": (None, True),
-        "modalities": (None, ["text"]),
-        "moderation": (None,),
-        "prediction": (None,),
-        "verbosity": (None,),
-        "web_search_options": (None,),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "include_reasoning": (True,),
+        "modalities": (["text"],),
     }
 
     max_completion_tokens: UInt32 | None = None

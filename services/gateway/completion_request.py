@@ -36,7 +36,7 @@ def _kind_of(prompt: object) -> str:
 class CompletionRequest(GenerationBody):
     """What a client asks for. Several prompts are answered as if asked one by one."""
 
-    neutral: ClassVar = GenerationBody.neutral | {"suffix": (None, "")}
+    neutral: ClassVar = GenerationBody.neutral | {"suffix": ("",)}
 
     prompt: Annotated[
         Annotated[Text, Tag("text")]

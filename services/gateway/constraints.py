@@ -16,7 +16,7 @@ from kvern.v1.inference_pb2 import Choices, Constraint
 class JsonSchema(Body):
     """What `response_format` of type json_schema holds. The schema is followed strictly, asked for or not."""
 
-    neutral: ClassVar = {"strict": (None, True, False)}
+    neutral: ClassVar = {"strict": (True, False)}
 
     name: str
     schema_: dict[str, Any] = Field(alias="schema")

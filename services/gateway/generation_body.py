@@ -35,7 +35,7 @@ _RENAMED = {
 class StreamOptions(Body):
     """How a stream is sent."""
 
-    neutral: ClassVar = {"include_obfuscation": (None, False)}
+    neutral: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = None
     """End with a chunk that has no choices and says what was used."""
@@ -48,18 +48,13 @@ class GenerationBody(Body):
     """What a client asks for. What depends on other fields or on the model is the router's to check."""
 
     neutral: ClassVar = {
-        "detokenize": (None, True),
-        "length_penalty": (None, 1.0),
-        "metadata": (None, {}),
-        "prompt_cache_options": (None, {}),
-        "prompt_cache_retention": (None, "in_memory"),
-        "prompt_logprobs": (None,),
-        "return_token_ids": (None, False),
-        "return_tokens_as_token_ids": (None, False),
-        "service_tier": (None, "auto", "default"),
-        "spaces_between_special_tokens": (None, True),
-        "store": (None, False),
-        "use_beam_search": (None, False),
+        "detokenize": (True,),
+        "length_penalty": (1.0,),
+        "prompt_cache_options": ({},),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "spaces_between_special_tokens": (True,),
+        "use_beam_search": (False,),
     }
 
     model: Name | None = None
@@ -109,9 +104,13 @@ class GenerationBody(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    user: str | None = None
-    """Who asks changes nothing in the answer."""
+    # None of these changes anything in an answer. What they ask to keep is not kept.
+    metadata: dict[str, object] | None = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    user: str | None = None
 
     @property
     def num_choices(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
@@ -19,22 +20,34 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     neutral: ClassVar[Mapping[str, Sequence[object]]] = {}
-    """Further fields, each with the values that ask for nothing: clients may send those."""
+    """Further fields, each with the values that ask for nothing: clients may send those. Null always does."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if not _is_one_of(value, cls.neutral.get(name, ()))}
+        return {name: value for name, value in data.items() if not cls._is_neutral(name, value)}
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: object) -> bool:
+        if value is None:
+            return name not in _names(cls)
+        return _is_one_of(value, cls.neutral.get(name, ()))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).setdefault("properties", {})
         for name, values in cls.neutral.items():
-            properties.setdefault(name, {"enum": list(values), "description": "Taken where it asks for nothing."})
+            properties.setdefault(name, {"enum": [None, *values], "description": "Taken where it asks for nothing."})
         return schema
+
+
+@cache
+def _names(kind: type[Body]) -> frozenset[str]:
+    """Return what a body calls its fields."""
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
@@ -69,7 +82,7 @@ async def parse(kind: type[_Body], request: Request) -> _Body:
 async def parse_either(kind: type[_Body], other: type[_Other], field: str, request: Request) -> _Body | _Other:
     """Parse a JSON body of the one kind if it has the field, else of the other. Raises ApiError likewise."""
     document = await _read(request)
-    return _validate(kind, document) if field in document else _validate(other, document)
+    return _validate(other if document.get(field) is None else kind, document)
 
 
 async def _read(request: Request) -> dict[str, Any]:

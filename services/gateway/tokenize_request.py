@@ -15,7 +15,7 @@ from kvern.v1 import inference_pb2
 class TokenizeRequest(Body):
     """Asks for a text's token ids."""
 
-    neutral: ClassVar = {"return_token_strs": (None, False)}
+    neutral: ClassVar = {"return_token_strs": (False,)}
 
     model: str | None = None
     prompt: str
@@ -34,7 +34,7 @@ class TokenizeRequest(Body):
 class TokenizeChatRequest(ChatBody):
     """Asks for the token ids that a chat stands for."""
 
-    neutral: ClassVar = {"return_token_strs": (None, False)}
+    neutral: ClassVar = {"return_token_strs": (False,)}
 
     model: str | None = None
     add_special_tokens: bool | None = None

@@ -13,11 +13,14 @@ from kvern.v1.inference_pb2 import Constraint
 
 MAX_TOOLS = 128
 
+CacheControl = dict[str, object]
+"""Clients mark with it what is to be cached, which all of a prompt is anyway."""
+
 
 class FunctionDefinition(Body):
     """A function as the model is told of it."""
 
-    neutral: ClassVar = {"strict": (None, True, False)}
+    neutral: ClassVar = {"strict": (True, False)}
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
@@ -35,6 +38,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: FunctionDefinition
+    cache_control: CacheControl | None = None
 
 
 class NamedFunction(Body):
@@ -81,7 +85,9 @@ class ReplayedCall(Body):
 
 def tools_json(tools: Sequence[Tool]) -> str:
     """Return the tools as templates know them."""
-    return json.dumps([tool.model_dump(exclude_unset=True) for tool in tools], ensure_ascii=False)
+    return json.dumps(
+        [tool.model_dump(exclude_unset=True, exclude={"cache_control"}) for tool in tools], ensure_ascii=False
+    )
 
 
 def schema_of_arguments(tool: Tool) -> Constraint:

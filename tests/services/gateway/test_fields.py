@@ -10,7 +10,7 @@ from kvern.services.gateway.request_body import MAX_VALUES
 from kvern.v1 import inference_pb2
 
 from .scripted_router import STARTED, finished, responds
-from .setup import CHAT, USER, Setup
+from .setup import CHAT, COMPLETIONS, USER, Setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -82,9 +82,25 @@ async def test_ways_to_constrain_the_output_become_one(
 
 
 async def test_fields_that_official_clients_send_by_default_are_taken(setup: Setup) -> None:
-    fields = {"model": "tiny", "metadata": {}, "stream": False, "modalities": ["text"], "service_tier": "auto"}
-    fields |= {"safety_identifier": "x", "user": "u", "verbosity": None, "web_search_options": None}
+    fields = {"model": "tiny", "stream": False, "modalities": ["text"], "verbosity": None, "web_search_options": None}
     assert (await setup.chat(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_fields_that_change_no_answer_are_taken(setup: Setup, path: str) -> None:
+    fields: dict[str, object] = {"metadata": {"run": "a"}, "store": True, "service_tier": "flex", "user": "u"}
+    fields |= {"safety_identifier": "x", "prompt_cache_retention": "24h", "no_such_field": None}
+    assert (await (setup.chat if path == CHAT else setup.complete)(**fields)).status_code == 200
+
+
+async def test_what_clients_of_several_servers_add_to_messages_is_taken(setup: Setup) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    answered = {"role": "assistant", "content": "Hi", "provider_specific_fields": {"refusal": None}, "images": None}
+    asked = {"role": "user", "content": [{"type": "text", "text": "a", **mark}], **mark}
+    tool = {"type": "function", "function": {"name": "f"}, **mark}
+    chat = (await setup.asked(messages=[USER, answered, asked], tools=[tool])).chat
+    assert [message.content for message in chat.messages] == ["Hello", "Hi", "a"]
+    assert json.loads(chat.tools_json) == [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +109,6 @@ async def test_fields_that_official_clients_send_by_default_are_taken(setup: Set
         ("functions", [{"name": "f"}]),
         ("audio", {"voice": "x"}),
         ("prompt_logprobs", 1),
-        ("store", 0),
-        ("store", True),
         ("no_such_field", 1),
     ],
 )
@@ -117,6 +131,7 @@ async def test_unsupported_field_is_refused_by_name(setup: Setup, param: str, va
         ("min_p", {"min_p": 2}),
         ("repetition_penalty", {"repetition_penalty": 0}),
         ("seed", {"seed": 2**64}),
+        ("store", {"store": 0}),
         ("n", {"n": 0}),
         ("n", {"n": 2**32 - 1}),
         ("priority", {"priority": 2**31}),

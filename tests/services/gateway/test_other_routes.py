@@ -34,7 +34,8 @@ async def test_model_that_is_not_served_is_not_found(setup: Setup) -> None:
 
 
 async def test_tokenize_of_text_and_detokenize_are_in_vllm_form(setup: Setup) -> None:
-    answer = (await setup.client.post("/tokenize", json={"prompt": "ab", "model": "tiny"})).json()
+    body = {"prompt": "ab", "model": "tiny", "messages": None}
+    answer = (await setup.client.post("/tokenize", json=body)).json()
     assert answer == {"count": 2, "max_model_len": 99, "tokens": [97, 98], "token_strs": None}
     assert not setup.router.tokenized[0].HasField("add_special_tokens")
     answer = (await setup.client.post("/detokenize", json={"tokens": [97, 98], "model": "tiny"})).json()
