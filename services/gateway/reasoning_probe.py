@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
 
 from kvern.services.gateway.chat_request import ChatCompletionRequest
@@ -13,6 +15,9 @@ _OPENING = "<think>"
 _NUM_LAST_TOKENS = 16
 """Of a prompt. More than the opening and the space after it take, however they are split."""
 
+MAX_AGE_S = 60.0
+"""How long what was found is believed, in seconds: another model may come under the same name."""
+
 _MAX_KNOWN = 256
 _MAX_VARIABLES_CHARS = 1024
 
@@ -20,11 +25,13 @@ _ANY_CHAT = [ChatMessage(role="user", content="Hello")]
 
 
 class ReasoningProbe:
-    """Looks how the prompt of a small chat ends, once for each model and each set of template variables."""
+    """Looks how the prompt of a small chat ends, for each model and each set of template variables, and remembers."""
 
-    def __init__(self, router: RouterClient) -> None:
+    def __init__(self, router: RouterClient, max_age_s: float = MAX_AGE_S) -> None:
         self._router = router
-        self._known: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self._max_age_s = max_age_s
+        self._known: OrderedDict[tuple[str, str], tuple[float, bool]] = OrderedDict()
+        """When each was found, and what."""
 
     async def begins_in_reasoning(self, body: ChatCompletionRequest, metadata: Metadata) -> bool:
         """Return whether a chat's answer begins so. False where that cannot be found out."""
@@ -34,14 +41,20 @@ class ReasoningProbe:
         if len(variables) > _MAX_VARIABLES_CHARS:
             return False
         key = (body.model or "", variables)
-        if key not in self._known:
-            try:
-                self._known[key] = await self._opens_reasoning(*key, metadata)
-            except ApiError:
-                return False  # whatever it is, the request itself will be told
-            if len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
-        return self._known.get(key, False)
+        found_at, opens = self._known.get(key, (-math.inf, False))
+        if time.monotonic() - found_at < self._max_age_s:
+            return opens
+        try:
+            opens = await self._opens_reasoning(*key, metadata)
+        except ApiError:
+            return False  # whatever it is, the request itself will be told
+        self._remember(key, opens)
+        return opens
+
+    def _remember(self, key: tuple[str, str], opens: bool) -> None:
+        self._known[key] = time.monotonic(), opens
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
 
     async def _opens_reasoning(self, model: str, variables: str, metadata: Metadata) -> bool:
         chat = Chat(messages=_ANY_CHAT, template_kwargs_json=variables)
