@@ -24,6 +24,7 @@ _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     408: "The body took too long to come.",
     415: "The body is not JSON.",
+    429: "A bound is reached; Retry-After says in how many seconds to try again.",
     431: "There are too many headers.",
     500: "A fault of the server.",
 }
@@ -39,7 +40,6 @@ _ROUTER_ERRORS = {
 _BODY_ERRORS = {
     404: "The model is not served here.",
     413: f"The body is longer than {MAX_BODY_BYTES} bytes.",
-    429: "A bound is reached; Retry-After says in how many seconds to try again.",
 }
 
 _GENERATION_ERRORS = {409: "A request of this id is in flight."}
