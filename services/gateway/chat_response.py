@@ -157,10 +157,12 @@ class ChatAnswer:
     async def whole(self, responses: AsyncGenerator[GenerateResponse, None]) -> ChatCompletion:
         """Gather it. Raises ApiError where a choice failed."""
         messages = [_Message() for _ in self._choices]
+        held = logprobs.HeldLogprobs("top_logprobs", logprobs.MAX_HELD_OF_CHAT)
         async with aclosing(responses):
             async for response in responses:
                 match response.WhichOneof("event"):
                     case "delta":
+                        held.add(response.delta.logprobs)
                         messages[response.delta.index].add(self._read(response.delta))
                     case "finished":
                         messages[response.finished.index].finish(*self._finish(response.finished))

@@ -11,7 +11,7 @@ from kvern.services.gateway.completion_request import CompletionRequest
 from kvern.services.gateway.event_stream import ChunkWriter
 from kvern.services.gateway.finish_reason import finish_reason
 from kvern.services.gateway.head import Head
-from kvern.services.gateway.logprobs import CompletionLogprobs
+from kvern.services.gateway.logprobs import MAX_HELD_OF_COMPLETION, CompletionLogprobs, HeldLogprobs
 from kvern.services.gateway.usage import Tally
 from kvern.v1.inference_pb2 import Delta, Finished, GenerateResponse, TokenLogprobs
 
@@ -28,6 +28,7 @@ class CompletionAnswer:
         self._tally = tally
         num_prompts = len(body.prompts)
         self._logprobs = [CompletionLogprobs() for _ in range(num_prompts * body.num_choices)]
+        self._held = HeldLogprobs("logprobs", MAX_HELD_OF_COMPLETION)
         self._begun = [False] * len(self._logprobs)
         self._prompts: list[list[TokenLogprobs]] = [[] for _ in range(num_prompts)]
         """Log-probabilities of each prompt's tokens but the first, where they are told."""
@@ -40,6 +41,7 @@ class CompletionAnswer:
             async for prompt, response in responses:
                 match response.WhichOneof("event"):
                     case "delta":
+                        self._held.add(response.delta.logprobs)
                         texts[self._read(prompt, response.delta)].append(response.delta.text)
                     case "finished":
                         reasons[self._finish(prompt, response.finished)] = finish_reason(response.finished)
@@ -75,6 +77,7 @@ class CompletionAnswer:
         elif response.HasField("scheduled"):
             self._tally.schedule(response.scheduled, prompt)
         elif response.HasField("prompt_logprobs"):
+            self._held.add(response.prompt_logprobs.items, times=self._body.num_choices)
             self._prompts[prompt] += response.prompt_logprobs.items
 
     def _read(self, prompt: int, told: Delta) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvern.services.gateway.errors import ApiError
 from kvern.v1.inference_pb2 import TokenLogprob, TokenLogprobs
+
+MAX_HELD_OF_CHAT = 128 * 1024
+"""Log-probabilities, of sampled and of likely tokens, that wait for the end of an answer. Each takes a kilobyte."""
+
+MAX_HELD_OF_COMPLETION = 512 * 1024
+"""Likewise, of all prompts and answers together. Each takes 200 bytes."""
 
 _LEAST = -9999.0
 """What stands for minus infinity, which JSON has no number for."""
@@ -22,6 +29,23 @@ def _token(told: TokenLogprob) -> dict[str, Any]:
         "logprob": max(told.logprob, _LEAST),
         "bytes": list(told.token),
     }
+
+
+class HeldLogprobs:
+    """Counts those that are held until an answer ends."""
+
+    def __init__(self, param: str, limit: int) -> None:
+        """param: the request's field that asks for them."""
+        self._param = param
+        self._limit = limit
+        self._count = 0
+
+    def add(self, told: Iterable[TokenLogprobs], times: int = 1) -> None:
+        """Count them as often as they are held. Raises ApiError beyond the limit."""
+        self._count += times * sum(1 + len(each.top) for each in told)
+        if self._count > self._limit:
+            message = f"{self._param}: an answer may hold {self._limit} log-probabilities; ask for fewer, or a stream"
+            raise ApiError(400, message, self._param, "invalid_value")
 
 
 class CompletionLogprobs:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvern.services.gateway.logprobs import MAX_HELD_OF_CHAT
 from kvern.v1 import inference_pb2
 
 from .scripted_router import SCHEDULED, STARTED, delta, finished, logprob, responds, says
@@ -246,3 +247,10 @@ async def test_chat_logprobs_of_text_that_is_held_back_come_with_a_later_chunk(s
     *chunks, _ = await setup.events(logprobs=True)
     told = [each["choices"][0]["logprobs"] for each in chunks]
     assert [token["token"] for each in told if each for token in each["content"]] == ["<thi", "s"]
+
+
+async def test_chat_with_more_logprobs_than_an_answer_may_hold_is_refused(setup: Setup) -> None:
+    most = [delta("a", logprobs=[logprob("a", -1)] * 4096)] * (MAX_HELD_OF_CHAT // 4096)
+    setup.router.behaviour = responds(STARTED, *most, delta("a", logprobs=[logprob("a", -1)]), finished())
+    response = await setup.chat(logprobs=True)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")

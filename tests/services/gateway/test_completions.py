@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvern.services.gateway.completion_request import MAX_PROMPTS
+from kvern.services.gateway.logprobs import MAX_HELD_OF_COMPLETION
 from kvern.v1.inference_pb2 import (
     FINISH_REASON_LENGTH,
     GenerateRequest,
@@ -142,6 +143,22 @@ async def test_completion_logprobs_with_echo_begin_with_the_prompts(setup: Setup
     assert told["top_logprobs"][0] is None
     assert told["text_offset"] == [0, 1, 3, 4]
     assert setup.router.received[0].output.prompt_logprobs == 1
+
+
+async def test_completion_with_more_logprobs_than_an_answer_may_hold_is_refused(setup: Setup) -> None:
+    tokens = [logprob("a", -1, a=-1, b=-2, c=-3)] * 1024
+    deltas = [delta("a", logprobs=tokens)] * (MAX_HELD_OF_COMPLETION // 4096)
+    setup.router.behaviour = responds(STARTED, *deltas, delta("a", logprobs=tokens[:1]), finished())
+    response = await setup.complete(logprobs=3)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
+
+
+async def test_completion_whose_prompt_has_too_many_logprobs_to_hold_is_refused_in_a_stream(setup: Setup) -> None:
+    tokens = [logprob("a", -1, a=-1, b=-2, c=-3)] * 4096
+    prompt = GenerateResponse(prompt_logprobs=PromptLogprobs(start=1, items=tokens))
+    setup.router.behaviour = responds(STARTED, *[prompt] * (MAX_HELD_OF_COMPLETION // 16384 // 2), prompt, delta("a"))
+    response = await setup.complete(logprobs=3, echo=True, n=2, stream=True)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprobs")
 
 
 @pytest.mark.parametrize(
