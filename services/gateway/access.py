@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from http import HTTPMethod
 
 import structlog
 from prometheus_client import Gauge
@@ -26,6 +27,9 @@ REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_PATTERN = "[A-Za-z0-9._-]{1,128}"
 """It stands in logs, headers and other services' tables."""
 
+_METHODS = frozenset(HTTPMethod)
+"""Others are words of the client, of any length."""
+
 _log = structlog.get_logger("kvern.access")
 
 
@@ -43,6 +47,11 @@ class RequestRecord:
     def unique_id(self) -> str:
         """An id that no other request in flight has."""
         return f"{self.request_id}-{secrets.token_hex(4)}" if self.is_clients else self.request_id
+
+
+def method_of(scope: Scope) -> str:
+    """Return a request's method, or OTHER."""
+    return scope["method"] if scope["method"] in _METHODS else OTHER
 
 
 def record_of(request: Request) -> RequestRecord:
@@ -85,7 +94,7 @@ class Access:
         log(
             "request ended",
             request_id=record.request_id,
-            method=scope["method"],
+            method=method_of(scope),
             route=route,
             status=code,
             duration_s=round(duration_s, 4),

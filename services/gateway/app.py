@@ -83,11 +83,14 @@ class Gateway:
             Route("/openapi.json", self.tell_openapi, methods=["GET"]),
         ]
         access = Middleware(Access, metrics, routes, _PROBES)
-        return Starlette(
+        app = Starlette(
             routes=routes,
             middleware=[*self._tracing, access, Middleware(ClientWatch)],
             exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault},
         )
+        # Behind what ends TLS, clients would be sent to plain HTTP, with their keys.
+        app.router.redirect_slashes = False
+        return app
 
     @property
     def _tracing(self) -> list[Middleware]:

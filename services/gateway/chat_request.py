@@ -226,8 +226,6 @@ class ChatCompletionRequest(GenerationBody, ChatBody):
     def to_generate(self, formats: OutputFormats) -> GenerateRequest:
         request = self.without_prompt()
         request.chat.CopyFrom(self.to_chat())
-        if formats.reasoning != NO_FORMAT:
-            request.output.token_ids = True  # so that those of reasoning can be counted
         if self.offered_tools and not self.must_call and formats.tool_calls != NO_FORMAT:
             # What some models begin a call with is a special token.
             request.output.skip_special_tokens = False

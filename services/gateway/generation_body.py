@@ -173,7 +173,8 @@ class GenerationBody(Body):
         return self.max_tokens
 
     def _output(self) -> Output:
-        return Output(token_ids=self.tells_usage_always, skip_special_tokens=self.skip_special_tokens)
+        # Ids, so that tokens can be counted as they come: a client may leave before the end says how many.
+        return Output(token_ids=True, skip_special_tokens=self.skip_special_tokens)
 
     def _sampling(self) -> Sampling:
         return Sampling(

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvern.services.gateway.access import method_of
 from kvern.services.runtime.tracing import CARRIED, Carrier, Kind, Span, Tracer, serve_in
 
 
@@ -24,7 +25,7 @@ class RequestTracing:
         if scope["type"] != "http" or scope["path"] not in self._routes:
             await self._app(scope, receive, send)
             return
-        method, route = scope["method"], scope["path"]
+        method, route = method_of(scope), scope["path"]
         with self._tracer.begin(f"{method} {route}", Kind.SERVER, _carrier_of(scope)) as span:
             serve_in(span)
             span.set(

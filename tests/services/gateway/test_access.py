@@ -64,16 +64,24 @@ async def test_request_leaves_one_line_without_content(setup: Setup, stream: boo
     assert response.headers["x-request-id"] == request_id
 
 
-async def test_request_of_a_client_that_left_is_logged_as_that(setup: Setup) -> None:
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_request_of_a_client_that_left_is_logged_as_that(setup: Setup, path: str) -> None:
     setup.router.behaviour = stalls_after(STARTED, delta("Hi", num_tokens=3))
-    headers = {"X-Request-Id": "left"}
-    body = {"messages": [USER], "stream": True}
-    async with setup.client.stream("POST", CHAT, json=body, headers=headers) as response:
+    headers = {"X-Request-Id": f"left{path.replace('/', '.')}"}
+    body = {"stream": True} | ({"messages": [USER]} if path == CHAT else {"prompt": "Hello"})
+    async with setup.client.stream("POST", path, json=body, headers=headers) as response:
         async for line in response.aiter_lines():
             if "Hi" in line:
                 break
-    line = await logged(setup, "left")
+    line = await logged(setup, headers["X-Request-Id"])
+    assert setup.router.received[0].output.token_ids
     assert (line["status"], line["prompt_tokens"], line["completion_tokens"]) == (499, 7, 3)
+
+
+async def test_method_that_the_client_made_up_is_not_logged(setup: Setup) -> None:
+    await setup.client.request(SECRET.upper(), "/version", headers={"X-Request-Id": "made-up"})
+    line = await logged(setup, "made-up")
+    assert (line["method"], line["status"]) == ("other", 405)
 
 
 async def test_request_that_names_no_id_gets_one(setup: Setup) -> None:

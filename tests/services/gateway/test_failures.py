@@ -168,7 +168,8 @@ async def test_body_of_a_type_that_any_page_may_send_is_refused(setup: Setup, co
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/v1/none", 404), ("GET", CHAT, 405), ("POST", "/health", 405)]
+    ("method", "path", "status"),
+    [("GET", "/v1/none", 404), ("GET", CHAT, 405), ("POST", "/health", 405), ("POST", f"{CHAT}/", 404)],
 )
 async def test_unknown_path_or_method_is_an_error_in_openai_form(
     setup: Setup, method: str, path: str, status: int
