@@ -48,6 +48,9 @@ class _Protocol(H11Protocol):
         self._stop_stall_timer()
         super().connection_lost(exc)
 
+    def _should_upgrade(self) -> bool:
+        return False  # uvicorn would log two warnings for each offer, and Java's client offers HTTP/2 every time
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.trailing_data[0]:  # the next head has begun to come

@@ -84,3 +84,11 @@ async def test_connection_without_requests_is_closed_after_a_while(monkeypatch: 
 def test_connection_is_kept_for_longer_than_by_what_commonly_asks() -> None:
     """Of ingresses, load balancers and client libraries, Go's keep theirs longest, 90 s."""
     assert http_server.KEEP_ALIVE_S > 90
+
+
+async def test_offer_of_another_protocol_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n\r\n"
+    async with connected() as (reader, writer):
+        writer.write(HEAD.removesuffix(b"\r\n") + offer)
+        await asyncio.wait_for(reader.readuntil(b"hello"), 10)
+    assert [record.message for record in caplog.records if record.name.startswith("uvicorn")] == []
