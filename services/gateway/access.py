@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPMethod
 
@@ -61,18 +61,29 @@ def record_of(request: Request) -> RequestRecord:
 
 
 class Access:
-    """Counts and logs requests, outside of all that may fail. Probes are logged as debug messages."""
+    """Counts and logs requests, outside of all that may fail. Probes are logged as debug messages.
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, routes: Sequence[Route], probes: frozenset[str]) -> None:
+    Answers of a gateway that drains end their connections, or clients would send the next request into their close.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: GatewayMetrics,
+        routes: Sequence[Route],
+        probes: frozenset[str],
+        is_draining: Callable[[], bool],
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._routes = routes
         self._probes = probes
+        self._is_draining = is_draining
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         record = RequestRecord()
         scope.setdefault("state", {})["record"] = record
-        answer = _Answer(record, send, self._metrics.open_streams)
+        answer = _Answer(record, send, self._metrics.open_streams, self._is_draining)
         started_at = time.monotonic()
         try:
             _name(record, scope)
@@ -114,11 +125,12 @@ def _name(record: RequestRecord, scope: Scope) -> None:
 class _Answer:
     """One answer on its way to the client."""
 
-    def __init__(self, record: RequestRecord, send: Send, open_streams: Gauge) -> None:
+    def __init__(self, record: RequestRecord, send: Send, open_streams: Gauge, is_draining: Callable[[], bool]) -> None:
         self.code = CLIENT_GONE
         self._record = record
         self._send = send
         self._open_streams = open_streams
+        self._is_draining = is_draining
         self._status = CLIENT_GONE
         self._is_stream = False
 
@@ -127,11 +139,15 @@ class _Answer:
             self._status = message["status"]
             self._is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith(EventStream.media_type)
             self._open_streams.inc(self._is_stream)
-            request_id = (REQUEST_ID_HEADER.encode(), self._record.request_id.encode())
-            message = {**message, "headers": [*message["headers"], request_id]}
+            message = {**message, "headers": [*message["headers"], *self._headers]}
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.code = self._status
+
+    @property
+    def _headers(self) -> list[tuple[bytes, bytes]]:
+        request_id = (REQUEST_ID_HEADER.encode(), self._record.request_id.encode())
+        return [request_id, (b"connection", b"close")] if self._is_draining() else [request_id]
 
     def close(self) -> None:
         self._open_streams.dec(self._is_stream)

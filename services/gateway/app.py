@@ -82,7 +82,7 @@ class Gateway:
             Route(_METRICS, self.tell_metrics, methods=["GET"]),
             Route("/openapi.json", self.tell_openapi, methods=["GET"]),
         ]
-        access = Middleware(Access, metrics, routes, _PROBES)
+        access = Middleware(Access, metrics, routes, _PROBES, lambda: self.is_draining)
         app = Starlette(
             routes=routes,
             middleware=[*self._tracing, access, Middleware(ClientWatch)],

@@ -75,7 +75,8 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, listen: str) ->
                 while (await client.get("/health")).status_code == 200:
                     pass
             await asyncio.sleep(0.3)  # uvicorn acts on its exit flag within 0.1 s, were it set
-            assert (await client.get("/health")).status_code == 503
+            unhealthy = await client.get("/health")
+            assert (unhealthy.status_code, unhealthy.headers["connection"]) == (503, "close")
             assert (await scrape(status))("kvern_ready") == 0
             may_finish.set()
             rest = [line async for line in lines]
