@@ -30,6 +30,7 @@ from kvern.services.gateway.head import Head
 from kvern.services.gateway.merge import merged
 from kvern.services.gateway.metrics import GatewayMetrics
 from kvern.services.gateway.openapi import describe
+from kvern.services.gateway.parsing import OutputParser
 from kvern.services.gateway.reasoning_probe import ReasoningProbe
 from kvern.services.gateway.request_body import parse, parse_either
 from kvern.services.gateway.request_tracing import RequestTracing
@@ -130,10 +131,8 @@ class Gateway:
         generate = body.to_generate(self._formats)
         generate.request_id, record.tally = _identify(record, body), Tally()
         responses = self._router.generate(generate, metadata, body.param_of)
-        open_parser = parser_opener(
-            body, self._formats, begins_in_reasoning=await self._begins_in_reasoning(body, metadata)
-        )
-        answer = ChatAnswer(body, open_parser, Head(f"chatcmpl-{generate.request_id}"), record.tally)
+        find_opener = partial(self._find_opener, body, metadata)
+        answer = ChatAnswer(body, find_opener, Head(f"chatcmpl-{generate.request_id}"), record.tally)
         if body.stream:
             return EventStream(answer.events(responses))
         return (await answer.whole(responses)).to_response()
@@ -176,10 +175,12 @@ class Gateway:
         # In this order: a drain may begin while the router is asked.
         return await self._router.is_serving() and not self.is_draining
 
-    async def _begins_in_reasoning(self, body: ChatCompletionRequest, metadata: Metadata) -> bool:
-        if self._formats.reasoning == NO_FORMAT or not body.may_reason:
-            return False
-        return await self._probe.begins_in_reasoning(body, metadata)
+    async def _find_opener(
+        self, body: ChatCompletionRequest, metadata: Metadata, model: str
+    ) -> Callable[[], OutputParser]:
+        may_reason = self._formats.reasoning != NO_FORMAT and body.may_reason
+        begins_in_reasoning = may_reason and await self._probe.begins_in_reasoning(body, model, metadata)
+        return parser_opener(body, self._formats, begins_in_reasoning=begins_in_reasoning)
 
     async def _models(self, request: Request) -> list[answers.Model]:
         return [

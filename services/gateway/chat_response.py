@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -145,20 +145,25 @@ class ChatAnswer:
     """The answer to one chat."""
 
     def __init__(
-        self, body: ChatCompletionRequest, open_parser: Callable[[], OutputParser], head: Head, tally: Tally
+        self,
+        body: ChatCompletionRequest,
+        find_opener: Callable[[str], Awaitable[Callable[[], OutputParser]]],
+        head: Head,
+        tally: Tally,
     ) -> None:
+        """find_opener: finds, once it is known which model answers, what opens a parser for each choice."""
         self._body = body
+        self._find_opener = find_opener
         self._head = head
         self._tally = tally
-        self._choices = [
-            _Choice(index, open_parser(), calls_several=body.may_call_several) for index in range(body.num_choices)
-        ]
+        self._choices: list[_Choice] = []
 
     async def whole(self, responses: AsyncGenerator[GenerateResponse, None]) -> ChatCompletion:
         """Gather it. Raises ApiError where a choice failed."""
-        messages = [_Message() for _ in self._choices]
         held = logprobs.HeldLogprobs("top_logprobs", logprobs.MAX_HELD_OF_CHAT)
         async with aclosing(responses):
+            await self._begin(responses)
+            messages = [_Message() for _ in self._choices]
             async for response in responses:
                 match response.WhichOneof("event"):
                     case "delta":
@@ -175,7 +180,7 @@ class ChatAnswer:
     async def events(self, responses: AsyncGenerator[GenerateResponse, None]) -> AsyncGenerator[bytes, None]:
         """Yield it piece by piece. Raises ApiError where a choice failed."""
         async with aclosing(responses):
-            self._note(await anext(responses))
+            await self._begin(responses)
             has_usage = self._body.includes_usage or self._body.tells_usage_always
             writer = ChunkWriter(self._head.of("chat.completion.chunk"), has_usage=has_usage)
             for choice in self._choices:
@@ -185,6 +190,14 @@ class ChatAnswer:
                     yield chunk
             if self._body.includes_usage:
                 yield writer.usage(self._tally.to_answer())
+
+    async def _begin(self, responses: AsyncGenerator[GenerateResponse, None]) -> None:
+        self._note(await anext(responses))
+        open_parser = await self._find_opener(self._head.model)
+        self._choices = [
+            _Choice(index, open_parser(), calls_several=self._body.may_call_several)
+            for index in range(self._body.num_choices)
+        ]
 
     def _chunks(self, writer: ChunkWriter, response: GenerateResponse) -> Iterator[bytes]:
         match response.WhichOneof("event"):

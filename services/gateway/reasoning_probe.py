@@ -33,21 +33,21 @@ class ReasoningProbe:
         self._known: OrderedDict[tuple[str, str], tuple[float, bool]] = OrderedDict()
         """When each was found, and what."""
 
-    async def begins_in_reasoning(self, body: ChatCompletionRequest, metadata: Metadata) -> bool:
-        """Return whether a chat's answer begins so. False where that cannot be found out."""
+    async def begins_in_reasoning(self, body: ChatCompletionRequest, model: str, metadata: Metadata) -> bool:
+        """Return whether a model's answer to a chat begins so. False where that cannot be found out."""
         if body.continue_final_message or body.add_generation_prompt is False:
             return False
         variables = body.template_kwargs_json
         if len(variables) > _MAX_VARIABLES_CHARS:
             return False
-        key = (body.model or "", variables)
+        key = (model, variables)
         found_at, opens = self._known.get(key, (-math.inf, False))
         if time.monotonic() - found_at < self._max_age_s:
             return opens
         try:
             opens = await self._opens_reasoning(*key, metadata)
         except ApiError:
-            return False  # whatever it is, the request itself will be told
+            return False
         self._remember(key, opens)
         return opens
 

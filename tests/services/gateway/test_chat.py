@@ -7,9 +7,10 @@ import json
 import pytest
 
 from kvern.services.gateway.logprobs import MAX_HELD_OF_CHAT
+from kvern.services.runtime.errors import Unavailable
 from kvern.v1 import inference_pb2
 
-from .scripted_router import SCHEDULED, STARTED, delta, finished, logprob, responds, says
+from .scripted_router import SCHEDULED, STARTED, delta, fails_after, finished, logprob, responds, says
 from .setup import USER, Setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -193,6 +194,18 @@ async def test_chat_whose_template_opens_reasoning_is_answered_from_within(setup
     messages = [USER, {"role": "assistant", "content": "I"}]
     going_on = await setup.message(messages=messages, continue_final_message=True, chat_template_kwargs=variables)
     assert going_on["content"] == "hm</think>4"
+
+
+async def test_chat_s_template_is_looked_at_by_the_name_of_the_model_that_answers(setup: Setup) -> None:
+    """Also where the request names none; and not before there is one: while replicas start, nothing can be found."""
+    setup.router.behaviour = fails_after(Unavailable("no replica is ready"))
+    variables = {"thinking": "by name"}
+    assert (await setup.chat(chat_template_kwargs=variables)).status_code == 503
+    assert setup.router.tokenized == []
+    setup.router.behaviour = says("hm</think>4")
+    for fields in ({}, {"model": "tiny"}):
+        assert (await setup.message(chat_template_kwargs=variables, **fields))["reasoning_content"] == "hm"
+    assert [request.model for request in setup.router.tokenized] == ["tiny"]
 
 
 @pytest.mark.parametrize(

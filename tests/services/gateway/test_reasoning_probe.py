@@ -22,5 +22,5 @@ async def test_template_is_looked_at_again_after_a_while(tmp_path: Path, max_age
     body = ChatCompletionRequest.model_validate({"messages": [USER], "chat_template_kwargs": {"thinking": True}})
     async with router.serving(address), open_channel(address) as channel:
         probe = ReasoningProbe(RouterClient(channel), max_age_s)
-        assert [await probe.begins_in_reasoning(body, ()) for _ in range(3)] == [True] * 3
+        assert [await probe.begins_in_reasoning(body, "tiny", ()) for _ in range(3)] == [True] * 3
     assert len(router.tokenized) == num_looks
