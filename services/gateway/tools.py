@@ -70,7 +70,7 @@ class ReplayedCall(Body):
     neutral: ClassVar = {"index": tuple(range(MAX_TOOLS))}  # of a stream's deltas
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def to_json(self) -> dict[str, Any]:
@@ -79,14 +79,14 @@ class ReplayedCall(Body):
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
         function = {"name": self.function.name, "arguments": arguments.strip() or "{}"}
-        call = {"type": self.type, "function": function}
+        call = {"type": "function", "function": function}
         return call if self.id is None else {"id": self.id, **call}
 
 
 def tools_json(tools: Sequence[Tool]) -> str:
     """Return the tools as templates know them."""
     return json.dumps(
-        [tool.model_dump(exclude_unset=True, exclude={"cache_control"}) for tool in tools], ensure_ascii=False
+        [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in tools], ensure_ascii=False
     )
 
 

@@ -142,6 +142,19 @@ async def test_replayed_call_with_arguments_as_text_or_object_gives_the_same_pro
     assert call == {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 
 
+async def test_nulls_in_tools_and_calls_are_as_if_absent(setup: Setup) -> None:
+    """Templates would take null for a value: what is absent they leave out."""
+    parameters = {"type": "object", "properties": {"city": {"default": None}}}
+    function = {"name": "f", "description": None, "parameters": parameters, "strict": None}
+    call = {"id": None, "type": None, "index": None, "function": {"name": "f", "arguments": "{}"}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    chat = (await setup.asked(messages=messages, tools=[{"type": "function", "function": function}])).chat
+    [told] = json.loads(chat.tools_json)
+    assert told["function"] == {"name": "f", "parameters": parameters}
+    [replayed] = json.loads(chat.messages[1].tool_calls_json)
+    assert replayed == {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 async def test_replayed_call_without_arguments_is_one_with_none(setup: Setup) -> None:
     call = {"id": "a", "index": 0, "type": "function", "function": {"name": "time", "arguments": ""}}
     chat = (await setup.asked(messages=[USER, {"role": "assistant", "tool_calls": [call]}])).chat
