@@ -118,6 +118,7 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
 
     def reset(self) -> None:
         self.behaviour, self.state, self.load = answer, replica.REPLICA_STATE_READY, replica.ReplicaLoad()
+        self.contract, self.epoch = "c", 1
         self.answers_polls, self.has_failed = True, False
         self.received.clear()
         self.num_sent = 0
@@ -159,7 +160,10 @@ class ScriptedReplica(replica_pb2_grpc.ReplicaServiceServicer):
     async def SetDraining(
         self, request: replica.SetDrainingRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> replica.SetDrainingResponse:
-        self.state = replica.REPLICA_STATE_DRAINING if request.draining else replica.REPLICA_STATE_READY
+        if request.draining:
+            self.state = replica.REPLICA_STATE_DRAINING
+        elif self.state == replica.REPLICA_STATE_DRAINING:
+            self.state = replica.REPLICA_STATE_READY
         return replica.SetDrainingResponse()
 
     async def DropCache(

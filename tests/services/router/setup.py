@@ -46,6 +46,7 @@ class Setup:
         failed = [replica for replica in self.replicas if replica.has_failed]
         for replica in self.replicas:
             replica.reset()
+        await self.poll()
         await self.health_becomes(SERVING)
         await self.all_ready()
         if failed:
@@ -58,6 +59,13 @@ class Setup:
                 assert [response async for response in self.generate()]
         for replica in self.replicas:
             replica.reset()
+
+    async def poll(self) -> None:
+        """Have the router ask its replicas at once what they are, of which it would hear within a second."""
+        for replica in self.replicas:
+            is_draining = replica.state == replica_pb2.REPLICA_STATE_DRAINING
+            request = router_pb2.DrainReplicaRequest(replica=replica.address, undo=not is_draining)
+            await self.router.DrainReplica(request)
 
     async def statuses(self, is_right: Callable[[list[router_pb2.ReplicaStatus]], bool]) -> None:
         """Wait until the router sees its replicas so."""
@@ -78,6 +86,7 @@ class Setup:
         for replica in self.replicas:
             used = replica in replicas
             replica.state = replica_pb2.REPLICA_STATE_READY if used else replica_pb2.REPLICA_STATE_DRAINING
+        await self.poll()
         wanted = {replica.address for replica in replicas}
         await self.statuses(lambda all_: {each.address for each in all_ if is_ready(each)} == wanted)
 

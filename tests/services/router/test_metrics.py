@@ -124,7 +124,7 @@ async def test_each_end_is_counted_by_its_code(setup: Setup, before: Scrape) -> 
     cancelled = setup.generate()
     await cancelled.read()
     cancelled.cancel()
-    await failure(setup.generate(timeout=0.3))
+    await failure(setup.generate(timeout=0.6))
     setup.behave(scripted.fail)
     await failure(setup.generate())
     calls = {"name": "kvern_rpc_requests_total", "method": GENERATE}

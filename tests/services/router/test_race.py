@@ -21,7 +21,7 @@ from .test_router import failure
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-HEDGE_AFTER_S = 0.2
+HEDGE_AFTER_S = 0.3
 
 Frames = AsyncIterator[replica_pb2.ServeResponse]
 
@@ -35,19 +35,27 @@ async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Set
 class FirstAsked:
     """Replicas of which the one asked first behaves in another way."""
 
-    def __init__(self, first: scripted.Behaviour, others: scripted.Behaviour) -> None:
+    def __init__(self, first: scripted.Behaviour, others: scripted.Behaviour, *, is_late: bool = False) -> None:
+        """is_late: the one asked first begins, and goes on when another one has been asked as well."""
         self._behaviours = [first]
         self._others = others
+        self._is_late = is_late
+        self._others_asked = asyncio.Event()
         self.ended = asyncio.Event()
         """Set when the call of the one asked first has ended."""
 
     async def __call__(self, request: inference_pb2.GenerateRequest) -> Frames:
         if not self._behaviours:
+            self._others_asked.set()
             async for frame in self._others(request):
                 yield frame
             return
         try:
-            async for frame in self._behaviours.pop()(request):
+            first = self._behaviours.pop()
+            if self._is_late:
+                yield scripted.started(request)
+                await self._others_asked.wait()
+            async for frame in first(request):
                 yield frame
         finally:
             self.ended.set()
@@ -63,17 +71,21 @@ async def answer(request: inference_pb2.GenerateRequest) -> Frames:
     yield last
 
 
-async def answer_late(request: inference_pb2.GenerateRequest) -> Frames:
-    yield scripted.started(request)
-    await asyncio.sleep(2 * HEDGE_AFTER_S)
-    async for frame in answer(request):
-        yield frame
-
-
-async def break_late(request: inference_pb2.GenerateRequest) -> Frames:
-    yield scripted.started(request)
-    await asyncio.sleep(2 * HEDGE_AFTER_S)
+async def break_off(request: inference_pb2.GenerateRequest) -> Frames:
     raise lost()
+    yield scripted.started(request)
+
+
+def when_alone(setup: Setup, behaviour: scripted.Behaviour) -> scripted.Behaviour:
+    """Begin, and go on when the router has dropped the other replica that it had asked."""
+
+    async def begin_and_wait(request: inference_pb2.GenerateRequest) -> Frames:
+        yield scripted.started(request)
+        await setup.statuses(lambda all_: sum(each.num_in_flight for each in all_) == 1)
+        async for frame in behaviour(request):
+            yield frame
+
+    return begin_and_wait
 
 
 @pytest.mark.parametrize("slow", [scripted.stall, scripted.stall_after_start])
@@ -93,8 +105,7 @@ async def test_slow_replica_is_dropped_for_the_one_that_answers(setup: Setup, sl
 
 
 async def test_first_replica_that_answers_after_all_wins(setup: Setup) -> None:
-    asked = FirstAsked(answer_late, scripted.stall_after_start)
-    setup.behave(asked)
+    setup.behave(FirstAsked(answer, scripted.stall_after_start, is_late=True))
     got = await answer_of(setup.generate())
     assert (got.events, got.text) == (["started", "delta", "finished"], {0: "Hello"})
     assert len(setup.received()) == 2
@@ -106,7 +117,8 @@ async def test_each_second_replica_is_counted_once_as_won_or_lost(setup: Setup) 
         return [now("kvern_router_hedges_total", result=result) for result in ("won", "lost")]
 
     before = hedges(await scrape(setup.status))
-    for asked in (FirstAsked(scripted.stall, answer), FirstAsked(answer_late, scripted.stall_after_start)):
+    winning, losing = FirstAsked(scripted.stall, answer), FirstAsked(answer, scripted.stall_after_start, is_late=True)
+    for asked in (winning, losing):
         setup.behave(asked)
         await answer_of(setup.generate())
         await setup.all_ready()
@@ -128,14 +140,14 @@ async def test_replica_that_answers_in_time_is_the_only_one_asked(setup: Setup) 
 
 
 async def test_one_of_two_that_breaks_leaves_the_other(setup: Setup) -> None:
-    for first, others in ((break_late, answer_late), (answer_late, scripted.be_unavailable)):
-        setup.behave(FirstAsked(first, others))
+    for first, others in ((break_off, when_alone(setup, answer)), (when_alone(setup, answer), scripted.be_unavailable)):
+        setup.behave(FirstAsked(first, others, is_late=True))
         assert (await answer_of(setup.generate())).text == {0: "Hello"}
         await setup.all_ready()
 
 
 async def test_two_that_break_without_a_token_are_poisoned(setup: Setup) -> None:
-    setup.behave(break_late)
+    setup.behave(FirstAsked(break_off, when_alone(setup, break_off), is_late=True))
     error = await failure(setup.generate())
     assert error.code() is grpc.StatusCode.INTERNAL
     assert len(setup.received()) == 2

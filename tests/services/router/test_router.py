@@ -104,6 +104,7 @@ async def test_generate_trailing_metadata_explains_choice_in_less_than_a_kibibyt
 async def test_generate_goes_where_fewest_requests_are(setup: Setup) -> None:
     first, second, third, fourth = setup.replicas
     first.load.num_running, second.load.num_waiting = 1, 1
+    await setup.poll()
     await setup.statuses(lambda all_: all_[0].load.num_running == 1 and all_[1].load.num_waiting == 1)
     third.behaviour = fourth.behaviour = scripted.stall_after_start
     calls = [setup.generate() for _ in range(2)]
@@ -144,6 +145,7 @@ async def test_generate_replica_tried_is_not_tried_again(setup: Setup) -> None:
     cheapest, *others = setup.replicas
     for replica in others:
         replica.load.num_running = 1
+    await setup.poll()
     await setup.statuses(lambda all_: [each.load.num_running for each in all_] == [0, 1, 1, 1])
 
     async def fail_when_all_look_well(
@@ -166,8 +168,15 @@ async def test_generate_replica_that_failed_leaves_choice_until_it_answers(setup
     gone, *others = setup.replicas
     for replica in others:
         replica.load.num_running = 1
+    await setup.poll()
     await setup.statuses(lambda all_: [each.load.num_running for each in all_] == [0, 1, 1, 1])
-    gone.behaviour, gone.answers_polls = scripted.be_unavailable, False
+
+    async def vanish(request: inference_pb2.GenerateRequest) -> AsyncIterator[replica_pb2.ServeResponse]:
+        gone.answers_polls = False
+        async for response in scripted.be_unavailable(request):
+            yield response
+
+    gone.behaviour = vanish
     for _ in range(5):
         assert await texts(setup.generate()) == ["Hello"]
     assert len(gone.received) == 1
@@ -200,7 +209,7 @@ async def test_generate_client_cancels_mid_stream_ends_call_at_replica(
 
 async def test_generate_deadline_passes_ends_call_at_replica(setup: Setup) -> None:
     setup.behave(scripted.stall_after_start)
-    error = await failure(setup.generate(timeout=0.5))
+    error = await failure(setup.generate(timeout=1))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(setup.chosen.ended.wait(), 10)
 
@@ -279,6 +288,7 @@ async def test_generate_replica_whose_calls_fail_is_left_out_though_it_says_it_i
     bad.behaviour = scripted.fail
     for replica in others:
         replica.load.num_running = 1
+    await setup.poll()
     await setup.statuses(lambda all_: [each.load.num_running for each in all_] == [0, 1, 1, 1])
     for _ in range(MAX_FAILURES):
         assert (await failure(setup.generate())).code() is grpc.StatusCode.INTERNAL
@@ -372,6 +382,7 @@ async def test_route_counts_what_replicas_report_but_own_requests_once(setup: Se
     call = setup.generate("five!")
     await asyncio.wait_for(arrived.wait(), 10)
     setup.chosen.load = replica_pb2.ReplicaLoad(num_running=2, num_waiting=1, queued_prefill_tokens=5 + 100)
+    await setup.poll()
     await setup.statuses(lambda all_: max(each.load.num_running for each in all_) == 2)
     request = inference_pb2.GenerateRequest(text="abc")
     route = await setup.inference.Route(inference_pb2.RouteRequest(request=request))
