@@ -287,7 +287,7 @@ async def test_cancelled_call_is_aborted_and_its_neighbour_goes_on(setup: Setup)
 
 async def test_call_whose_deadline_passes_is_aborted(setup: Setup) -> None:
     """E05: it was not cancelled, and it has to end all the same."""
-    call = setup.serve(timeout_s=0.5)
+    call = setup.serve(timeout_s=1)
     add = await setup.engine.added.get()
     assert (await call.error())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     assert await setup.aborted() == add.id
@@ -317,9 +317,10 @@ async def test_detokenizer_is_not_ready_while_its_engine_is_stalled(setup: Setup
 
 async def test_request_carries_the_stamp_of_its_arrival(setup: Setup) -> None:
     before = time.monotonic_ns()
-    call, _ = await setup.begin()
+    call, request_id = await setup.begin()
     assert before <= call.add.arrived_ns <= time.monotonic_ns()
     call.call.cancel()
+    assert await setup.aborted() == request_id
 
 
 async def test_call_cancelled_while_its_reader_is_stalled_is_aborted(setup: Setup) -> None:

@@ -41,10 +41,13 @@ async def started(tmp_path_factory: pytest.TempPathFactory, issuer: Issuer) -> A
         yield guarded
 
 
-@pytest.fixture
-def guarded(started: Guarded) -> Guarded:
+@pytest_asyncio.fixture(loop_scope="module")
+async def guarded(started: Guarded) -> Guarded:
+    for peer in (started.tokenizer, *started.replicas):
+        peer.digest_key = KEY_OF_THE_FLEET
     for replica in started.replicas:
         replica.reset()
+    await started.becomes(SERVING, WHOLE_FLEET)
     return started
 
 
@@ -342,13 +345,13 @@ async def test_replica_without_the_fleets_digest_key_gets_no_requests(guarded: G
     public, other = guarded.replicas
     for key, text in (("", "digest_key_file"), ("f" * 16, "never found")):
         public.digest_key = key
+        told = f"{text} of {public.address}"
+        await guarded.logged(lambda line, told=told: told in f"{line.get('event')} of {line.get('of')}")  # type: ignore[misc]
         await guarded.becomes(NOT_SERVING, WHOLE_FLEET)
         await _generate(guarded, key_of("acme"))
         assert not public.received
-        told = f"{text} of {public.address}"
-        await guarded.logged(lambda line, told=told: told in f"{line.get('event')} of {line.get('of')}")  # type: ignore[misc]
-        public.digest_key = KEY_OF_THE_FLEET
-        await guarded.becomes(SERVING, WHOLE_FLEET)
+    public.digest_key = KEY_OF_THE_FLEET
+    await guarded.becomes(SERVING, WHOLE_FLEET)
     assert other.digest_key == KEY_OF_THE_FLEET
 
 

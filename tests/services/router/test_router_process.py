@@ -78,6 +78,7 @@ async def test_router_told_of_nothing_but_redis_finds_a_replica_that_registers(t
             open_channel(address) as channel,
         ):
             redis = open_redis(server.url)
+            await channel.channel_ready()  # the lease is short, for a router that has yet to start
             keys = ReplicaKeys.of(home_shard(entry, 1), entry.replica, entry.epoch)
             await ReplicaIndex(redis).join(entry, 1)
             await ReplicaIndex(redis).heartbeat(keys, entry, Position(0, 0, 0))

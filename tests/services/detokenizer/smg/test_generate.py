@@ -12,7 +12,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from kvern.v1 import engine_pb2, inference_pb2
 from tests.services.detokenizer.driver import logprobs_at
 from tests.services.detokenizer.scripted_engine import EOS, MAX_MODEL_LEN, VOCAB_SIZE
-from tests.services.scraping import scrape
+from tests.services.scraping import scrape, scrape_until
 
 from .door import SALT, Door
 
@@ -219,9 +219,9 @@ async def test_abort_ends_the_stream_at_once_and_the_id_is_free(door: Door) -> N
         await door.abort("unknown", "r")
         assert await door.setup.aborted() == call.add.id
         assert (await call.error())[0] is grpc.StatusCode.CANCELLED
-    after = await scrape(door.setup.status)
+    calls = {"method": "vllm.grpc.engine.VllmEngine/Generate", "code": "CANCELLED"}
+    after = await scrape_until(door.setup.status, lambda now: now("kvern_rpc_requests_total", **calls) >= 2)
     assert after("kvern_detokenizer_choices_total", reason="abort") == before + 2
-    assert after("kvern_rpc_requests_total", method="vllm.grpc.engine.VllmEngine/Generate", code="CANCELLED") >= 2
     assert (await door.setup.info()).load.num_streams == 0
 
 

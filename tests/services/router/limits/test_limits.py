@@ -42,10 +42,10 @@ async def redis(server: RedisServer) -> AsyncIterator[RedisClient]:
 class Router:
     """One router's limits."""
 
-    def __init__(self, redis: RedisClient | None, budget_s: float = PATIENCE_S) -> None:
+    def __init__(self, redis: RedisClient | None) -> None:
         self.registry = CollectorRegistry()
         shared = None if redis is None else SharedCounts(redis)
-        self.limits = TenantLimits(shared, lambda tenant: f"<{tenant}>", budget_s, self.registry)
+        self.limits = TenantLimits(shared, lambda tenant: f"<{tenant}>", PATIENCE_S, self.registry)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[TenantLimits]:
