@@ -12,7 +12,7 @@ from tests.collector import QUICKLY, Collector, collecting
 from tests.up_process import UpProcess, first_free_port
 
 from .crowd import Crowd
-from .fleet import NO_HELP, NUM_REPLICAS, wait_ready
+from .fleet import BUDGET, NO_HELP, NUM_REPLICAS, wait_ready
 
 
 @pytest.fixture(scope="package")
@@ -38,7 +38,7 @@ def replicas(
     tmp_path_factory: pytest.TempPathFactory, collected: tuple[Collector, str], smg_doors: list[str]
 ) -> Iterator[UpProcess]:
     """A set that traces what comes with a trace, and nothing else."""
-    flags = [f"--replicas={NUM_REPLICAS}", "--max-model-len=256", "--num-blocks=256", "--num-threads=1"]
+    flags = [f"--replicas={NUM_REPLICAS}", "--max-model-len=256", "--num-blocks=256", "--num-threads=1", BUDGET]
     flags += [f"--otlp-endpoint={collected[1]}", "--trace-sample-ratio=0"]
     flags += [f"--smg-listen={smg_doors[0]}", "--smg-kv-events"]
     with pytest.MonkeyPatch.context() as patch:

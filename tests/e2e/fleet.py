@@ -9,6 +9,9 @@ from tests.up_process import PATIENCE_S
 
 NUM_REPLICAS = 3
 
+BUDGET = "--index-budget-ms=1000"
+"""Enough on any machine: a prompt whose lookup takes longer goes anywhere."""
+
 NO_HELP = RetryPolicy(max_retries=0, max_resumptions=0)
 """The client alone could resume: it must not have to."""
 

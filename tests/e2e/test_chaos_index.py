@@ -23,7 +23,7 @@ from tests.services.processes import running
 from tests.up_process import PATIENCE_S, UpProcess, free_port, wait_until
 
 from .crowd import Crowd
-from .fleet import NO_HELP, NUM_REPLICAS, wait_ready
+from .fleet import BUDGET, NO_HELP, NUM_REPLICAS, wait_ready
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -169,6 +169,7 @@ async def test_second_router_knows_what_the_first_one_brought_about(
         f"--listen={listen}",
         f"--tokenizer=unix:{replicas.sockets}/tokenizer.sock",
         f"--redis=unix://{replicas.sockets}/redis.sock",
+        BUDGET,
     ]
     async with running("router", *flags, log=tmp_path / "router.log"), AsyncClient(listen) as second:
         await wait_ready(second)

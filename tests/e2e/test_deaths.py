@@ -12,6 +12,8 @@ from kvern.client import Client
 from tests.e2e.generation import assert_serves, collect
 from tests.up_process import PATIENCE_S, UpProcess, is_gone, wait_until
 
+from .fleet import BUDGET
+
 
 @pytest.mark.parametrize("name", ["tokenizer", "engine-0", "detokenizer-0", "router", "gateway"])
 def test_killed_process_is_restarted_and_the_next_request_succeeds(running_set: UpProcess, name: str) -> None:
@@ -24,7 +26,7 @@ def test_killed_process_is_restarted_and_the_next_request_succeeds(running_set: 
 
 def test_killed_supervisor_leaves_no_process_and_the_next_up_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("killed")
-    flags = ("--max-model-len=256", "--num-blocks=64", "--num-threads=1")
+    flags = ("--max-model-len=256", "--num-blocks=64", "--num-threads=1", BUDGET)
     with UpProcess(folder, "--replicas=2", *flags) as first:
         first.wait_ready()
         _assert_both_replicas_serve(first)
