@@ -125,9 +125,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def free_port() -> int:
-    """Return a free port, below those that the system gives out, where a cluster's bus, 10,000 above, is free too."""
+    """Return a free port, below those that others are given, where a cluster's bus, 10,000 above, is free too."""
     while True:
-        port = random.randrange(10_000, 22_000)
+        port = random.randrange(10_000, 13_000)
         if _is_free(port) and _is_free(port + 10_000):
             return port
 
