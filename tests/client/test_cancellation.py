@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from kvern.client import AsyncClient, Client, Delta, Finished, KvernError
+from tests.up_process import PATIENCE_S
 
 from .conftest import Serve
 from .scripted_server import delta, finished, responds, stalls_after, started
@@ -50,8 +51,8 @@ def test_generation_that_is_left_ends_at_the_server_and_the_next_is_served(
     server = serve(STREAM, ANSWER)
     with Client(server.address) as client:
         leave(client)
+        assert server.ended.wait(PATIENCE_S)
         assert isinstance(list(client.generate("Hi"))[-1], Finished)
-        assert server.ended.wait(10)
 
 
 async def _break_async(client: AsyncClient) -> None:
@@ -91,9 +92,9 @@ async def test_async_generation_that_is_left_ends_at_the_server_and_the_next_is_
     server = serve(STREAM, ANSWER)
     async with AsyncClient(server.address) as client:
         await leave(client)
+        assert await asyncio.to_thread(server.ended.wait, PATIENCE_S)
         answer = [event async for event in client.generate("Hi")]
         assert isinstance(answer[-1], Finished)
-        assert await asyncio.to_thread(server.ended.wait, 10)
 
 
 def test_client_that_is_closed_ends_its_generations_with_an_error(serve: Serve) -> None:

@@ -120,14 +120,16 @@ async def serving(
     ):
         task = asyncio.create_task(main(settings, status, rule))
         health = health_pb2_grpc.HealthStub(channel)
-        yield Service(runner, may_load, task, http, address, health)
         try:
+            yield Service(runner, may_load, task, http, address, health)
             if not task.done():
                 os.kill(os.getpid(), signal.SIGTERM)
             async with asyncio.timeout(PATIENCE_S):
                 await task
         finally:
+            task.cancel()
             runner.gate.set()
+            may_load.set()
             core.send(Stop())
             for thread in threading.enumerate():
                 if thread.name == "engine":
