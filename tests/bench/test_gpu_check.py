@@ -126,7 +126,7 @@ def test_stages_rewrite_the_report_and_know_earlier_figures(stub_folder: Path) -
 
 def test_late_stage_is_stopped_with_what_it_started_and_the_next_one_runs(stub_folder: Path) -> None:
     lock = stub_folder / "lock"
-    stages = [Stage("slow", "stubs:slow", 6), Stage("quick", "stubs:quick", 30)]
+    stages = [Stage("slow", "stubs:slow", 3), Stage("quick", "stubs:quick", 30)]
     done = gpu_check.run_stages(stages, str(lock), stub_folder / "report.json")
     assert [stage.status for stage in done] == [Status.LATE, Status.DONE]
     assert done[0].findings == [Finding("early", 1.0, "s")]

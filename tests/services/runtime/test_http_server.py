@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
+import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,6 +33,8 @@ async def connected(app: ASGIApp = HELLO) -> AsyncIterator[tuple[asyncio.StreamR
 @pytest.mark.parametrize("sent", [b"", HEAD[:-2], HEAD + HEAD[:5]])
 async def test_connection_whose_head_does_not_come_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_HEAD_S", 0.1)
+    # What ends a connection whose client is late with its next request.
+    monkeypatch.setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_keep_alive=0.1))
     async with connected() as (reader, writer):
         writer.write(sent)
         answer = await asyncio.wait_for(reader.read(), 10)

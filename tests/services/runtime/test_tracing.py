@@ -40,6 +40,7 @@ SDK_PATIENCE_S = 30.0
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in QUICKLY.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(otlp, "CLOSE_S", PATIENCE_S)
 
 
 @pytest.fixture
