@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
@@ -18,6 +19,10 @@ from tests.up_process import MAX_MODEL_LEN, NUM_BLOCKS, UpProcess
 
 # As the engine service does, and for its reason; before anything imports torch.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+# A machine that is busy for a moment is no fault of what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One worker a core.

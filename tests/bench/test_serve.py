@@ -108,7 +108,7 @@ async def test_closed_loop_keeps_its_concurrency_and_sends_every_request() -> No
     async with server.running() as url, open_target(url) as target:
         answers = await CLOSED_LOOP.run(target, requests)
     assert len(answers.streams) == CLOSED_LOOP.num_requests
-    assert sorted(body["prompt"] for body in server.bodies) == sorted(request.token_ids for request in requests)
+    assert sorted(body["prompt"] for body in server.bodies) == sorted(list(request.token_ids) for request in requests)
     assert server.most_running == CLOSED_LOOP.concurrency
 
 
