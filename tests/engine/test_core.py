@@ -90,8 +90,11 @@ class SteppedRunner(CheckedRunner):
     def __init__(self) -> None:
         super().__init__(NUM_BLOCKS, 4)
         self.permits = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+        """Released by each step that waits to be told."""
 
     def submit(self, plan: Plan) -> LazyStep:
+        self.begun.release()
         assert self.permits.acquire(timeout=10)
         return super().submit(plan)
 
@@ -104,6 +107,8 @@ def test_run_abort_frees_blocks_after_the_step_under_way() -> None:
         admitted = outputs.get(timeout=10)  # before its step has run
         runner.permits.release()
         first = outputs.get(timeout=10)
+        for _ in range(2):
+            assert runner.begun.acquire(timeout=10)
         core.send(Abort(0))
         runner.permits.release()
         under_way, after = outputs.get(timeout=10), outputs.get(timeout=10)
