@@ -31,16 +31,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class _EndToEndTogether(LoadFileScheduling):
-    """One worker gets all of `e2e`, whose files share replicas that take half a minute and all cores to start."""
+_TOGETHER = {
+    "tests/e2e/": "tests/e2e",
+    "tests/helm/test_alerts.py": "tests/helm, on a live set",
+    "tests/helm/test_dashboards.py": "tests/helm, on a live set",
+}
+"""Files that share a set of services, which takes half a minute and all cores to start."""
+
+
+class _SharersTogether(LoadFileScheduling):
+    """Gives each worker whole files, and those that share a set of services to one of them."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+        shared = next((scope for start, scope in _TOGETHER.items() if nodeid.startswith(start)), None)
+        return shared or super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    return _EndToEndTogether(config, log) if config.getoption("dist") == "loadfile" else None
+    return _SharersTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
