@@ -16,6 +16,8 @@ from kvern.v1.inference_pb2 import Cache, GenerateRequest, Stopping
 from kvern.v1.replica_pb2 import REPLICA_STATE_DRAINING, REPLICA_STATE_READY
 from tests.up_process import UpProcess, run_kvern, wait_until
 
+from .fleet import BUDGET
+
 PROMPT = "A quern is a simple mill for grinding grain by hand. " * 8
 KEYS = {"acme": "user", "other": "user", "spy": "admin", "acme-ops": "admin"}
 """Keys by name, `key of NAME`, and their roles."""
@@ -37,7 +39,8 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     )
     contents = {"api-keys": "keys:\n" + "\n".join(entries), "tenants": TENANTS}
     contents |= {"salt-secret-file": "s" * 32, "digest-key-file": "d" * 32}
-    flags = ["--replicas=2", "--max-model-len=256", "--num-blocks=128", "--num-threads=1", "--limit-budget-ms=1000"]
+    flags = ["--replicas=2", "--max-model-len=256", "--num-blocks=128", "--num-threads=1", BUDGET]
+    flags.append("--limit-budget-ms=1000")
     for flag, text in contents.items():
         (folder / flag).write_text(text)
         flags.append(f"--{flag}={folder / flag}")
