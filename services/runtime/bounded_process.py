@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -51,14 +52,16 @@ def serve(answer: Callable[[Message], Message], limits: Limits) -> None:
             if os.fork() == 0:
                 control.close()
                 _hold_to(limits)
-                _work(socket.socket(fileno=connections[0]), answer, limits.cpu_s)
+                with suppress(OSError, MemoryError):  # nobody waits for the answer any more, or a job finds no room
+                    _work(socket.socket(fileno=connections[0]), answer, limits.cpu_s)
                 os._exit(0)
             os.close(connections[0])
 
 
 def _work(connection: socket.socket, answer: Callable[[Message], Message], cpu_s: float) -> None:
-    """Give one answer after the other, until the connection ends."""
+    """Say that it is there, then give one answer after the other, until the connection ends."""
     with connection.makefile("rb") as jobs, connection.makefile("wb") as answers:
+        write_frame(answers, {})
         while (job := read_frame(jobs)) is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process, whatever that does
             answered = answer(job)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -53,10 +54,15 @@ class BoundedWork:
         return answer
 
     def _take(self) -> _Process:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return _Process(self._forks)
+        """Return a process that has nothing to do. Raises Unavailable."""
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                return _Process(self._forks)
+            if process.is_there:
+                return process
+            process.close()  # whoever ended it, the job that comes now has no part in it
 
 
 class _Process:
@@ -67,13 +73,34 @@ class _Process:
         self._jobs: IO[bytes] = connection.makefile("wb")
         self._answers: IO[bytes] = connection.makefile("rb")
         self.close = weakref.finalize(self, _close, self._jobs, self._answers, connection)
-        with other:
-            forks.send(other)
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        try:
+            with other:
+                forks.send(other)
+            self._wait_until_ready()
+        except Unavailable:
+            self.close()
+            raise
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not ended. Only between jobs: then there is nothing else to be read of it."""
+        return not self._poll.poll(0)
 
     def ask(self, job: Message) -> Message | None:
         """Return its answer; None where it has ended. Raises OSError likewise."""
         write_frame(self._jobs, job)
         return read_frame(self._answers)
+
+    def _wait_until_ready(self) -> None:
+        # Before it has a job, so that what becomes of it then is the job's doing.
+        try:
+            is_ready = read_frame(self._answers) is not None
+        except OSError:
+            is_ready = False
+        if not is_ready:
+            raise Unavailable("no process could be started for this work")
 
 
 def _close(*files: IO[bytes] | socket.socket) -> None:
@@ -128,9 +155,10 @@ class _Forks:
             )
 
     def _end(self) -> None:
-        """Let it go: without its connection it ends by itself."""
+        """End it, whatever it does. What it forked ends with its connections."""
         if self._control is not None and self.process is not None:
             self._control.close()
+            self.process.kill()
             self.process.wait()
 
 
