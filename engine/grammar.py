@@ -6,6 +6,7 @@ llguidance does the work: see docs/decisions/0006-grammar-library.md.
 from __future__ import annotations
 
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,9 @@ _MAX_ERROR_CHARS = 500
 _QUOTED_LINE = re.compile(r"\n *\d+ \| ")
 _LIMITS = LLParserLimits(verbose_errors=False)
 """The library's own: they bound most of the work of compiling, and that of each step to some 20 ms."""
+
+_STACK_BYTES = 8 * 2**20
+"""Of the thread that compiles: it recurses as deep as rules refer to each other. The system's own may be 2 MiB."""
 
 
 class Grammar:
@@ -75,7 +79,7 @@ class GrammarCompiler:
         """
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
         self._end_bits = _bits(eos_token_ids, vocab_size)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._pool = _one_thread(_STACK_BYTES)
         self._max_entries = max_entries
         self._grammars: OrderedDict[Constraint, Future[Grammar]] = OrderedDict()
 
@@ -114,6 +118,14 @@ def new_matcher(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
     if matcher.is_error():
         raise RequestRefused(constraint.field, f"cannot be compiled: {_error_of(matcher)}")
     return matcher
+
+
+def _one_thread(stack_bytes: int) -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+    before = threading.stack_size(stack_bytes)
+    pool.submit(int)  # starts the thread
+    threading.stack_size(before)
+    return pool
 
 
 def _bits(token_ids: Collection[int], vocab_size: int) -> NDArray[np.int32]:

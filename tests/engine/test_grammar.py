@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import jsonschema
 import numpy as np
@@ -221,3 +223,23 @@ def test_numbers_at_and_around_their_bounds_are_allowed_as_jsonschema_says(
         for text in {form for number in numbers for form in (f"{number:g}", f"{number:.2f}", f"-{abs(number):g}")}:
             is_valid = jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
             assert accepts(compiled.result().start(), text) <= is_valid, (schema, text)
+
+
+_DEEP = """
+import threading
+from kvern.engine.constraint import Constraint, ConstraintKind
+from kvern.engine.grammar import GrammarCompiler
+from tests.engine.small_vocabulary import EOS, make_tokenizer
+
+threading.stack_size(512 * 1024)
+rules = [f'a{number}: "(" a{number + 1} ")"' for number in range(1000)]
+text = "\\n".join(["start: a0", *rules, 'a1000: "x"'])
+compiler = GrammarCompiler(make_tokenizer().to_str(), 96, {EOS})
+compiler.compile(Constraint(ConstraintKind.GRAMMAR, text)).result()
+compiler.close()
+"""
+
+
+def test_deep_grammar_is_compiled_however_small_the_stacks_of_other_threads_are() -> None:
+    """In a process of its own, which an overflow ends."""
+    subprocess.run([sys.executable, "-c", _DEEP], check=True)
