@@ -12,6 +12,7 @@ from kvern.engine.errors import RequestRefused
 from kvern.engine.grammar import Grammar, GrammarCompiler
 from kvern.engine.startup import Engine
 from kvern.services.runtime.bounded_work import BoundedWork
+from kvern.services.runtime.errors import Unavailable
 from kvern.services.runtime.model_source import ModelSource
 from kvern.v1 import inference_pb2
 
@@ -51,9 +52,20 @@ class Grammars:
         """See elsewhere whether a constraint can be compiled in bounds. Raises RequestRefused."""
         if not wanted.text or compiler.knows(wanted):
             return
-        async with self._trial_slots:
-            job = {"kind": wanted.kind.value, "text": wanted.text}
-            answer = await asyncio.to_thread(self._trials.ask, job)
+        await self._trial_slots.acquire()
+        if compiler.knows(wanted):  # others waited for the same
+            self._trial_slots.release()
+            return
+        job = {"kind": wanted.kind.value, "text": wanted.text}
+        trial = asyncio.get_running_loop().run_in_executor(None, self._trials.ask, job)
+        answered = asyncio.shield(trial)
+        # Its slot belongs to the trial: one whose request was aborted goes on. Added after the request's own callback,
+        # so that who comes next finds the constraint known.
+        trial.add_done_callback(lambda _: self._trial_slots.release())
+        try:
+            answer = await answered
+        except (Unavailable, OSError) as error:
+            raise RequestRefused(wanted.field, f"cannot be compiled: {error}") from error
         if answer is None:
             raise RequestRefused(wanted.field, "cannot be compiled: too much work")
         if answer:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import pytest_asyncio
 
 from kvern.engine.errors import RequestRefused
 from kvern.engine.startup import Engine
-from kvern.services.engine.grammars import Grammars
+from kvern.services.engine.grammars import MAX_TRIALS, Grammars
+from kvern.services.runtime.bounded_process import Message
+from kvern.services.runtime.bounded_work import BoundedWork
 from kvern.services.runtime.model_source import find_model
 from kvern.v1.inference_pb2 import Choices, Constraint
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def _chain(rule: str, num_rules: int, *, body: str) -> str:
@@ -28,16 +35,18 @@ def _references(num_schemas: int) -> str:
 
 
 BOMBS = {
-    "hours": Constraint(grammar=_chain("A", 2000, body="{0} {0}")),
+    "hours": Constraint(grammar=_chain("A", 1000, body="{0} {0}")),
     "stack": Constraint(grammar=_chain("a", 15_000, body="{0} {0}")),
     "references": Constraint(json_schema=_references(6000)),
 }
 
 
-@pytest.fixture
-async def grammars() -> Grammars:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grammars() -> AsyncIterator[Grammars]:
     engine = SimpleNamespace(vocab_size=49152, eos_token_ids=[0])
-    return Grammars(find_model("smollm2"), cast(Engine, engine))
+    grammars = Grammars(find_model("smollm2"), cast(Engine, engine))
+    yield grammars
+    await grammars.close()
 
 
 async def test_bombs_are_refused_and_the_next_constraints_are_not(grammars: Grammars) -> None:
@@ -51,4 +60,65 @@ async def test_bombs_are_refused_and_the_next_constraints_are_not(grammars: Gram
     with pytest.raises(RequestRefused, match="cannot be compiled: at 1"):
         await grammars.compile(Constraint(regex="("))
     await grammars.compile(Constraint(json_object=True))
-    await grammars.close()
+
+
+class CountedTrials:
+    """Counts the trials that it has made by real ones."""
+
+    def __init__(self, work: BoundedWork) -> None:
+        self.num_begun = self.num_running = self.most = 0
+        self.begun = asyncio.Event()
+        self._work = work
+        self._lock = threading.Lock()
+        self._loop = asyncio.get_running_loop()
+
+    def ask(self, job: Message) -> Message | None:
+        with self._lock:
+            self.num_begun += 1
+            self.num_running += 1
+            self.most = max(self.most, self.num_running)
+        self._loop.call_soon_threadsafe(self.begun.set)
+        try:
+            return self._work.ask(job)
+        finally:
+            with self._lock:
+                self.num_running -= 1
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def trials(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> CountedTrials:
+    counted = CountedTrials(grammars._trials)
+    monkeypatch.setattr(grammars, "_trials", counted)
+    return counted
+
+
+async def test_trial_whose_request_was_aborted_has_its_place_until_it_ends(
+    grammars: Grammars, trials: CountedTrials
+) -> None:
+    """Nobody gets more of the machine by aborting."""
+    for number in range(MAX_TRIALS):
+        slow = Constraint(grammar=_chain("A", 40 + number, body="{0} {0}"))  # almost a second
+        aborted = asyncio.create_task(grammars.compile(slow))
+        await trials.begun.wait()
+        trials.begun.clear()
+        aborted.cancel()
+    await grammars.compile(Constraint(regex="a+"))
+    assert trials.most == MAX_TRIALS
+
+
+async def test_constraint_that_many_ask_for_at_once_is_not_tried_for_each(
+    grammars: Grammars, trials: CountedTrials
+) -> None:
+    schema = Constraint(json_schema='{"type": "object", "properties": {"mill": {"type": "string"}}}')
+    compiled = await asyncio.gather(*(grammars.compile(schema) for _ in range(20)))
+    assert len(set(map(id, compiled))) == 1
+    assert trials.num_begun <= MAX_TRIALS
+
+
+async def test_constraint_that_nothing_can_try_is_refused_alone(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is raised otherwise ends everybody's requests."""
+    monkeypatch.setattr(grammars, "_trials", BoundedWork("kvern.services.engine.no_process"))
+    with pytest.raises(RequestRefused, match="no process could be started"):
+        await grammars.compile(Constraint(regex="b+"))
