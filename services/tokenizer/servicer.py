@@ -41,13 +41,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def EncodePrompt(
         self, request: tokenizer_pb2.EncodePromptRequest, context: _Context
     ) -> tokenizer_pb2.EncodePromptResponse:
-        name, rendered = _name_of(self._encoders, request.model), None
+        name, rendered, num_bytes = _name_of(self._encoders, request.model), None, request.ByteSize()
         if request.HasField("chat"):
             with current_span().child("render"):
                 render = partial(self._encoders[name].render, request)
-                rendered = await self._workers.render(name, request.ByteSize(), render)
+                rendered = await self._workers.render(name, num_bytes, render)
+                num_bytes = max(num_bytes, len(rendered))  # a template may make much of little
         with current_span().child("encode") as span:
-            encoded = await self._workers.run(request.ByteSize(), self._encode[name], request, rendered)
+            encoded = await self._workers.run(num_bytes, self._encode[name], request, rendered)
             span.set({"kvern.num_tokens": len(encoded.token_ids)})
         return encoded
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from kvern.services.runtime import bounded_work
 from kvern.services.runtime.cores import usable_cores
-from kvern.services.runtime.errors import InvalidArgument
+from kvern.services.runtime.errors import InvalidArgument, ResourceExhausted
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
 from kvern.services.tokenizer.metrics import TokenizerMetrics
@@ -117,3 +117,14 @@ async def test_neighbours_are_served_while_bombs_go_off(plain: Tokenizer) -> Non
         assert not any(bomb.done() for bomb in bombs)
         for bomb in bombs:
             bomb.cancel()
+
+
+async def test_text_that_a_template_makes_of_little_counts_as_what_it_is() -> None:
+    """Encoding takes a hundred times as much memory."""
+    tokenizers = {"long": _tokenizer("{{ 'x' * 10**5 }}")}
+    with Workers(tokenizers, max_bytes=10**4) as workers:
+        metrics = TokenizerMetrics(CollectorRegistry(), tokenizers)
+        servicer = TokenizerServicer(tokenizers, workers, PrefixCache(0), metrics)
+        request = tokenizer_pb2.EncodePromptRequest(model="long", chat=CHAT)
+        with pytest.raises(ResourceExhausted):
+            await servicer.EncodePrompt(request, cast("grpc.aio.ServicerContext[Any, Any]", None))
