@@ -66,13 +66,18 @@ def check_gathered(generate: inference_pb2.GenerateRequest, max_model_len: int, 
         raise InvalidArgument("sampling_params.logprobs", f"{message}; ask for a stream, fewer tokens or fewer of them")
 
 
+def check_rank(field: str, rank: int) -> None:
+    """Raise InvalidArgument for a rank that there is not."""
+    if rank != 0:
+        raise InvalidArgument(field, f"a replica has rank 0 only, got {rank}")
+
+
 def _refuse_unsupported(request: vllm_engine_pb2.GenerateRequest) -> None:
     given = {descriptor.name for descriptor, _ in request.ListFields()}
     for field in _UNSUPPORTED:
         if field in given:
             raise Unsupported(field, "replicas take no media and no KV from elsewhere")
-    if request.data_parallel_rank != 0:
-        raise InvalidArgument("data_parallel_rank", f"a replica has rank 0 only, got {request.data_parallel_rank}")
+    check_rank("data_parallel_rank", request.data_parallel_rank)
 
 
 def _sampling(params: vllm_engine_pb2.SamplingParams) -> inference_pb2.Sampling:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from kvern.services.detokenizer.settings import DetokenizerSettings
 from kvern.services.detokenizer.smg.frames import SmgFrames
 from kvern.services.detokenizer.smg.kv_events import to_event_batch
 from kvern.services.detokenizer.smg.model_files import ModelFiles, read_model_files
-from kvern.services.detokenizer.smg.requests import check_gathered, to_generate_request, truncate_prompt
+from kvern.services.detokenizer.smg.requests import check_gathered, check_rank, to_generate_request, truncate_prompt
 from kvern.services.runtime.channel import streaming
 from kvern.services.runtime.errors import (
     AlreadyExists,
@@ -155,6 +156,7 @@ class SmgServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: _Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
+        check_rank("dp_rank", request.dp_rank)
         info, load = self._info(), self._door.load()
         used, total = load.num_used_blocks * info.block_size, info.num_blocks * info.block_size
         told = vllm_engine_pb2.SchedulerLoad(
@@ -271,10 +273,19 @@ class SmgServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
             raise ResourceExhausted(f"{self._num_texts} texts wait to be encoded", retry_after_s=RETRY_AFTER_S)
         self._num_texts += 1
         try:
-            async with self._encoding:
-                return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=True)
-        finally:
+            await self._encoding.acquire()
+        except asyncio.CancelledError:
             self._num_texts -= 1
+            raise
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=True)
+        encoding = asyncio.get_running_loop().run_in_executor(None, encode)
+        # The turn belongs to the text: one whose call has gone is encoded to its end.
+        encoding.add_done_callback(self._end_encoding)
+        return await asyncio.shield(encoding)
+
+    def _end_encoding(self, _: asyncio.Future[list[int]]) -> None:
+        self._num_texts -= 1
+        self._encoding.release()
 
     async def _model_files(self) -> ModelFiles:
         """Return the model's files, read once, in a thread."""

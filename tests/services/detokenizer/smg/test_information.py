@@ -61,6 +61,13 @@ async def test_load_is_told_as_the_engine_has_it(door: Door) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="package")
+async def test_load_of_a_rank_that_there_is_not_is_refused(door: Door) -> None:
+    assert len((await door.stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(dp_rank=0), timeout=20)).loads) == 1
+    with pytest.raises(grpc.aio.AioRpcError, match="dp_rank: a replica has rank 0 only, got 1"):
+        await door.stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(dp_rank=1), timeout=20)
+
+
+@pytest.mark.asyncio(loop_scope="package")
 async def test_server_is_told_as_one_rank(door: Door) -> None:
     info = await door.stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest(), timeout=20)
     assert (info.data_parallel_size, info.block_size, info.active_requests) == (1, 16, 0)
