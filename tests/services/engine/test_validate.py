@@ -9,7 +9,7 @@ import pytest
 from kvern.engine.errors import RequestRefused
 from kvern.services.engine.validate import check_add
 from kvern.v1.engine_pb2 import AddRequest, ResumedChoice
-from kvern.v1.inference_pb2 import Constraint, Sampling, Stopping
+from kvern.v1.inference_pb2 import Constraint, Sampling, Stopping, TokenIds
 
 
 def add(**fields: object) -> AddRequest:
@@ -21,6 +21,7 @@ def test_right_request_is_taken() -> None:
     check_add(add())
     check_add(add(stopping=Stopping(max_tokens=0), logprobs=0, prompt_logprobs=0))
     check_add(add(sampling=Sampling(n=2), resumed=[ResumedChoice(index=1)], age_s=3.0))
+    check_add(add(bad_words=[TokenIds(ids=[1] * 1028)] * 512))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def test_right_request_is_taken() -> None:
         ("constraint.regex", {"constraint": Constraint(regex="a" * 10**6)}),
         ("", {"age_s": math.nan}),
         ("", {"age_s": -1.0}),
+        ("sampling.bad_words", {"bad_words": [TokenIds(ids=[1])] * 513}),
+        ("sampling.bad_words", {"bad_words": [TokenIds(ids=[1]), TokenIds(ids=[1] * 1029)]}),
         ("resume", {"resumed": [ResumedChoice(index=1)]}),
         ("resume", {"sampling": Sampling(n=2), "resumed": [ResumedChoice(), ResumedChoice()]}),
     ],
