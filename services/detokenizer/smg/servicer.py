@@ -95,6 +95,7 @@ class SmgServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
                 generate = to_generate_request(request, info, record.request_id, self._settings.smg_salt)
                 check_generate(generate)
                 await self._encode_prompt(generate)
+                self._serving_info()  # encoding takes a while, and what began after the door's drain nothing would end
                 record.prompt_tokens = len(generate.token_ids.ids)
                 check_gathered(generate, info.max_model_len, streams=request.stream)
                 frames = SmgFrames(generate.token_ids.ids, generate.stopping.stop_token_ids, streams=request.stream)
