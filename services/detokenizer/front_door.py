@@ -172,7 +172,7 @@ class FrontDoor:
             finally:
                 span.set({"gen_ai.usage.output_tokens": generation.num_tokens})
                 if record is not None:
-                    record.completion_tokens = generation.num_tokens
+                    record.completion_tokens, record.verdict = generation.num_tokens, reader.verdict
                 if engine_request is not None:
                     engine.release(engine_request)
 

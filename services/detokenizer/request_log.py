@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
+from kvern.services.runtime.errors import ServiceError
 from kvern.services.runtime.interceptors import code_of_ended, verdict_in
 from kvern.services.runtime.log_text import logged
 
@@ -25,6 +26,8 @@ class DirectRecord:
     model: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    verdict: ServiceError | None = None
+    """What the call was ended with for its reader, if it was."""
 
 
 @contextmanager
@@ -38,7 +41,8 @@ def log_direct(door: str, time_remaining: Callable[[], float | None]) -> Iterato
     try:
         yield record
     except BaseException as error:
-        status = code_of_ended(verdict_in(error) or error, time_remaining(), time.monotonic() - start_s)
+        ended_by = record.verdict or verdict_in(error) or error
+        status = code_of_ended(ended_by, time_remaining(), time.monotonic() - start_s)
         raise
     finally:
         _log.info(

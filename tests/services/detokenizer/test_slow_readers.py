@@ -9,7 +9,8 @@ import grpc
 import pytest
 import pytest_asyncio
 
-from kvern.v1 import engine_pb2
+from kvern.services.runtime.channel import open_channel
+from kvern.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
 from tests.services.scraping import scrape_until
 
 from .scripted_engine import ScriptedEngine
@@ -104,3 +105,16 @@ async def test_ended_answer_that_nobody_reads_gives_its_place_back(impatient: Se
         while (await impatient.info()).load.num_streams:
             pass
     assert (await call.error())[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_call_that_came_by_no_router_is_logged_as_ended_for_its_reader(impatient: Setup) -> None:
+    request = inference_pb2.GenerateRequest(request_id="slow", token_ids=inference_pb2.TokenIds(ids=[5]))
+    async with open_channel(f"unix:{impatient.log.parent}/detokenizer.sock") as channel:
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=TIMEOUT_S)
+        async with asyncio.timeout(TIMEOUT_S):
+            add = await impatient.engine.added.get()
+        ids = impatient.ids(" word" * 100_000)
+        impatient.engine.step([add.id], ids, num_tokens=[len(ids)], ended=[engine_pb2.ChoiceEnd(id=add.id)])
+        line = await impatient.logged(event="request ended", request_id="slow")
+        call.cancel()
+    assert (line["door"], line["status"]) == ("direct", "RESOURCE_EXHAUSTED")
