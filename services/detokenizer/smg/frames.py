@@ -24,8 +24,12 @@ class SmgFrames:
 
     is_resumable = False
 
-    def __init__(self, prompt: Sequence[int], stop_token_ids: Collection[int], *, streams: bool) -> None:
-        """stop_token_ids: the client's own; of other end tokens SMG hears only that they ended a choice."""
+    def __init__(
+        self, prompt: Sequence[int], stop_token_ids: Collection[int], *, streams: bool, tells_prompt: bool
+    ) -> None:
+        """stop_token_ids: the client's own; of other end tokens SMG hears only that they ended a choice.
+        tells_prompt: whether the prompt's log-probabilities were asked for.
+        """
         self._prompt = prompt
         self._stop_token_ids = stop_token_ids
         self._streams = streams
@@ -33,7 +37,7 @@ class SmgFrames:
         self._output_ids: defaultdict[int, list[int]] = defaultdict(list)
         self._logprobs: defaultdict[int, vllm_engine_pb2.OutputLogProbs] = defaultdict(vllm_engine_pb2.OutputLogProbs)
         """Of tokens that are not told so far, by choice."""
-        self._input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
+        self._input_logprobs = _of_first_token(prompt) if tells_prompt else None
         """Until choice 0's first message."""
 
     def started(self, started: inference_pb2.Started) -> Iterable[vllm_engine_pb2.GenerateResponse]:
@@ -46,9 +50,8 @@ class SmgFrames:
     def prompt_logprobs(
         self, start: int, items: Iterable[inference_pb2.TokenLogprobs]
     ) -> Iterable[vllm_engine_pb2.GenerateResponse]:
-        if self._input_logprobs is None:
-            self._input_logprobs = _of_first_token(self._prompt)
         told = self._input_logprobs
+        assert told is not None
         for item in items:
             told.token_logprobs.add(value=item.sampled.logprob)
             told.token_ids.append(item.sampled.token_id)

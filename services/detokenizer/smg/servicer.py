@@ -98,7 +98,12 @@ class SmgServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc
                 self._serving_info()  # encoding takes a while, and what began after the door's drain nothing would end
                 record.prompt_tokens = len(generate.token_ids.ids)
                 check_gathered(generate, info.max_model_len, streams=request.stream)
-                frames = SmgFrames(generate.token_ids.ids, generate.stopping.stop_token_ids, streams=request.stream)
+                frames = SmgFrames(
+                    generate.token_ids.ids,
+                    generate.stopping.stop_token_ids,
+                    streams=request.stream,
+                    tells_prompt=generate.output.HasField("prompt_logprobs"),
+                )
                 serve = replica_pb2.ServeRequest(request=generate)
                 async with aclosing(self._door.run(serve, frames, context.time_remaining(), record)) as responses:
                     async for response in responses:

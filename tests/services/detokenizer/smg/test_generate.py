@@ -152,6 +152,14 @@ async def test_prompt_log_probabilities_come_once_and_none_for_the_first_token(d
     assert not any(each.HasField("input_logprobs") for each in rest)
 
 
+async def test_prompt_of_one_token_has_a_log_probability_of_none(door: Door) -> None:
+    call = await door.begin(ids=[5], prompt_logprobs=1)
+    [complete] = await finish(door, call)
+    told = complete.input_logprobs
+    assert ([item.HasField("value") for item in told.token_logprobs], list(told.token_ids)) == ([False], [5])
+    assert len(told.top_logprobs) == 1
+
+
 async def test_text_is_encoded_as_the_model_would_have_it(door: Door) -> None:
     call = await door.begin(text="Once upon a time")
     assert list(call.add.prompt_token_ids) == door.setup.tokenizer.encode("Once upon a time", add_special_tokens=True)
