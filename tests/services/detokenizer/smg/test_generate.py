@@ -224,7 +224,7 @@ async def test_abort_ends_the_stream_at_once_and_the_id_is_free(door: Door) -> N
         call = await door.begin()
         door.engine.step([call.add.id], [9])
         await call.chunk()
-        await door.abort("unknown", "r")
+        await door.abort("unknown", "r", "r")
         assert await door.setup.aborted() == call.add.id
         assert (await call.error())[0] is grpc.StatusCode.CANCELLED
     calls = {"method": "vllm.grpc.engine.VllmEngine/Generate", "code": "CANCELLED"}
