@@ -34,14 +34,15 @@ class BoundedWork:
         self._idle: list[_Process] = []
         self._forks = _forks_of(module)
 
-    def ask(self, job: Message) -> Message | None:
+    def ask(self, job: Message, *, cpu_s: float | None = None) -> Message | None:
         """Return the answer to a job; None where none came within the limits.
 
-        Raises ValueError for a job that JSON cannot hold, Unavailable where nobody can work on it.
+        cpu_s: of processor time, where it shall have less than the limits say. Raises ValueError for a job that JSON
+        cannot hold, Unavailable where nobody can work on it.
         """
         process = self._take()
         try:
-            answer = process.ask(job)
+            answer = process.ask({"job": job, "cpu_s": cpu_s})
         except OSError:
             answer = None
         except ValueError:
@@ -88,9 +89,9 @@ class _Process:
         """Whether it has not ended. Only between jobs: then there is nothing else to be read of it."""
         return not self._poll.poll(0)
 
-    def ask(self, job: Message) -> Message | None:
+    def ask(self, task: Message) -> Message | None:
         """Return its answer; None where it has ended. Raises OSError likewise."""
-        write_frame(self._jobs, job)
+        write_frame(self._jobs, task)
         return read_frame(self._answers)
 
     def _wait_until_ready(self) -> None:

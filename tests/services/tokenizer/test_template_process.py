@@ -11,6 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
+from pydantic_core import from_json
 
 from kvern.services.runtime import bounded_work
 from kvern.services.runtime.cores import usable_cores
@@ -83,6 +84,16 @@ def test_process_that_others_are_forked_from_died_is_started_anew(encoder: Promp
     forks.process.wait()
     job: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": PLAIN, "variables": {}}
     assert bounded_work.BoundedWork(module).ask(job) == {"rendered": "Hi"}
+
+
+def test_values_as_deep_as_requests_may_be_come_to_the_template(encoder: PromptEncoder, plain: Tokenizer) -> None:
+    """One more is refused where requests come in."""
+    deep = "[" * 200 + "]" * 200
+    with pytest.raises(ValueError, match="recursion limit"):
+        from_json(f"[[{deep}]]")
+    plain.transformers.chat_template = "{{ deep | tojson }}"
+    chat = inference_pb2.Chat(messages=CHAT.messages, template_kwargs_json=f'{{"deep": {deep}}}')
+    assert encoder.render(tokenizer_pb2.EncodePromptRequest(chat=chat)) == deep
 
 
 def test_template_sees_the_machine_as_little_as_its_python(encoder: PromptEncoder, plain: Tokenizer) -> None:
