@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 
 import structlog
 
@@ -11,16 +12,13 @@ from kvern.engine.constraint import Constraint, ConstraintKind
 from kvern.engine.errors import RequestRefused
 from kvern.engine.grammar import Grammar, GrammarCompiler
 from kvern.engine.startup import Engine
-from kvern.services.runtime.bounded_work import BoundedWork
+from kvern.services.engine.grammar_trials import GrammarTrials
 from kvern.services.runtime.errors import Unavailable
 from kvern.services.runtime.model_source import ModelSource
 from kvern.v1 import inference_pb2
 
 _COMPILE_TIMEOUT_S = 30.0
 """From arrival, with the time that others' constraints take, which is bounded for each."""
-
-MAX_TRIALS = 2
-"""At a time: they take the engine's processors."""
 
 _log = structlog.get_logger("kvern.engine")
 
@@ -31,8 +29,7 @@ class Grammars:
     def __init__(self, source: ModelSource, engine: Engine) -> None:
         self._loading = asyncio.create_task(self._load(source, engine))
         self._failure = ""
-        self._trials = BoundedWork("kvern.services.engine.grammar_process")
-        self._trial_slots = asyncio.Semaphore(MAX_TRIALS)
+        self._trials = GrammarTrials()
 
     async def compile(self, constraint: inference_pb2.Constraint) -> Grammar:
         """Return a constraint's grammar. Raises RequestRefused for one that cannot be compiled, or not in time."""
@@ -52,18 +49,9 @@ class Grammars:
         """See elsewhere whether a constraint can be compiled in bounds. Raises RequestRefused."""
         if not wanted.text or compiler.knows(wanted):
             return
-        await self._trial_slots.acquire()
-        if compiler.knows(wanted):  # others waited for the same
-            self._trial_slots.release()
-            return
         job = {"kind": wanted.kind.value, "text": wanted.text}
-        trial = asyncio.get_running_loop().run_in_executor(None, self._trials.ask, job)
-        answered = asyncio.shield(trial)
-        # Its slot belongs to the trial: one whose request was aborted goes on. Added after the request's own callback,
-        # so that who comes next finds the constraint known.
-        trial.add_done_callback(lambda _: self._trial_slots.release())
         try:
-            answer = await answered
+            answer = await self._trials.run(job, partial(compiler.knows, wanted))
         except (Unavailable, OSError) as error:
             raise RequestRefused(wanted.field, f"cannot be compiled: {error}") from error
         if answer is None:

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from kvern.engine.errors import RequestRefused
 from kvern.engine.startup import Engine
-from kvern.services.engine.grammars import MAX_TRIALS, Grammars
+from kvern.services.engine.grammars import Grammars
 from kvern.services.runtime.bounded_process import Message
 from kvern.services.runtime.bounded_work import BoundedWork
 from kvern.services.runtime.model_source import find_model
@@ -72,14 +72,14 @@ class CountedTrials:
         self._lock = threading.Lock()
         self._loop = asyncio.get_running_loop()
 
-    def ask(self, job: Message) -> Message | None:
+    def ask(self, job: Message, *, cpu_s: float) -> Message | None:
         with self._lock:
             self.num_begun += 1
             self.num_running += 1
             self.most = max(self.most, self.num_running)
         self._loop.call_soon_threadsafe(self.begun.set)
         try:
-            return self._work.ask(job)
+            return self._work.ask(job, cpu_s=cpu_s)
         finally:
             with self._lock:
                 self.num_running -= 1
@@ -87,38 +87,44 @@ class CountedTrials:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def trials(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> CountedTrials:
-    counted = CountedTrials(grammars._trials)
-    monkeypatch.setattr(grammars, "_trials", counted)
+    counted = CountedTrials(grammars._trials.work)
+    monkeypatch.setattr(grammars._trials, "work", counted)
     return counted
+
+
+async def test_slow_constraints_wait_for_each_other_and_hardly_anybody_for_them(grammars: Grammars) -> None:
+    slow = [Constraint(grammar=_chain("A", 1000 + number, body="{0} {0}")) for number in range(6)]
+    waiting = [asyncio.create_task(grammars.compile(each)) for each in slow]
+    await asyncio.sleep(0)
+    await grammars.compile(Constraint(regex="quick"))
+    assert sum(task.done() for task in waiting) < len(slow) / 2
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
 
 
 async def test_trial_whose_request_was_aborted_has_its_place_until_it_ends(
     grammars: Grammars, trials: CountedTrials
 ) -> None:
     """Nobody gets more of the machine by aborting."""
-    for number in range(MAX_TRIALS):
-        slow = Constraint(grammar=_chain("A", 40 + number, body="{0} {0}"))  # almost a second
-        aborted = asyncio.create_task(grammars.compile(slow))
-        await trials.begun.wait()
-        trials.begun.clear()
-        aborted.cancel()
+    aborted = asyncio.create_task(grammars.compile(Constraint(grammar=_chain("A", 900, body="{0} {0}"))))
+    await trials.begun.wait()
+    aborted.cancel()
     await grammars.compile(Constraint(regex="a+"))
-    assert trials.most == MAX_TRIALS
+    assert (trials.num_begun, trials.most) == (2, 1)
 
 
-async def test_constraint_that_many_ask_for_at_once_is_not_tried_for_each(
-    grammars: Grammars, trials: CountedTrials
-) -> None:
+async def test_constraint_that_many_ask_for_at_once_is_tried_once(grammars: Grammars, trials: CountedTrials) -> None:
     schema = Constraint(json_schema='{"type": "object", "properties": {"mill": {"type": "string"}}}')
     compiled = await asyncio.gather(*(grammars.compile(schema) for _ in range(20)))
     assert len(set(map(id, compiled))) == 1
-    assert trials.num_begun <= MAX_TRIALS
+    assert trials.num_begun == 1
 
 
 async def test_constraint_that_nothing_can_try_is_refused_alone(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is raised otherwise ends everybody's requests."""
-    monkeypatch.setattr(grammars, "_trials", BoundedWork("kvern.services.engine.no_process"))
+    monkeypatch.setattr(grammars._trials, "work", BoundedWork("kvern.services.engine.no_process"))
     with pytest.raises(RequestRefused, match="no process could be started"):
         await grammars.compile(Constraint(regex="b+"))
