@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from functools import partial
 
@@ -16,8 +17,10 @@ class GrammarTrials:
     second line and wait for each other, for as long as LIMITS allow. So who sends such hardly holds up anybody else.
     """
 
-    def __init__(self) -> None:
-        self.work = BoundedWork("kvern.services.engine.grammar_process")
+    def __init__(self, tokenizer_json: str, vocab_size: int) -> None:
+        """tokenizer_json, vocab_size: as of GrammarCompiler."""
+        setup = {"added_tokens": json.loads(tokenizer_json)["added_tokens"], "vocab_size": vocab_size}
+        self.work = BoundedWork("kvern.services.engine.grammar_process", json.dumps(setup).encode())
         self._lines = ((asyncio.Lock(), QUICK_S), (asyncio.Lock(), LIMITS.cpu_s))
 
     async def run(self, job: Message, is_known: Callable[[], bool]) -> Message | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 
@@ -23,54 +24,62 @@ _COMPILE_TIMEOUT_S = 30.0
 _log = structlog.get_logger("kvern.engine")
 
 
+class _Loaded(NamedTuple):
+    """What the model's tokenizer is needed for."""
+
+    compiler: GrammarCompiler
+    trials: GrammarTrials
+
+
 class Grammars:
     """Compiles constraints. The tokenizer that this needs is read once the engine serves: few requests wait for it."""
 
     def __init__(self, source: ModelSource, engine: Engine) -> None:
         self._loading = asyncio.create_task(self._load(source, engine))
         self._failure = ""
-        self._trials = GrammarTrials()
 
     async def compile(self, constraint: inference_pb2.Constraint) -> Grammar:
         """Return a constraint's grammar. Raises RequestRefused for one that cannot be compiled, or not in time."""
         wanted = to_constraint(constraint)
         try:
             async with asyncio.timeout(_COMPILE_TIMEOUT_S):
-                compiler = await asyncio.shield(self._loading)
-                if compiler is None:
+                loaded = await asyncio.shield(self._loading)
+                if loaded is None:
                     raise RequestRefused("constraint", f"not possible with this model: {self._failure}")
-                await self._try(compiler, wanted)
+                compiler, trials = loaded
+                await _try(trials, compiler, wanted)
                 # Others may wait for the same grammar.
                 return await asyncio.shield(asyncio.wrap_future(compiler.compile(wanted)))
         except TimeoutError as error:
             raise RequestRefused(wanted.field, f"not compiled within {_COMPILE_TIMEOUT_S:g} s") from error
 
-    async def _try(self, compiler: GrammarCompiler, wanted: Constraint) -> None:
-        """See elsewhere whether a constraint can be compiled in bounds. Raises RequestRefused."""
-        if not wanted.text or compiler.knows(wanted):
-            return
-        job = {"kind": wanted.kind.value, "text": wanted.text}
-        try:
-            answer = await self._trials.run(job, partial(compiler.knows, wanted))
-        except (Unavailable, OSError) as error:
-            raise RequestRefused(wanted.field, f"cannot be compiled: {error}") from error
-        if answer is None:
-            raise RequestRefused(wanted.field, "cannot be compiled: too much work")
-        if answer:
-            raise RequestRefused(answer["field"], answer["refused"])
-
     async def close(self) -> None:
         """Compile nothing more."""
-        if (compiler := await self._loading) is not None:
-            compiler.close()
+        if (loaded := await self._loading) is not None:
+            loaded.compiler.close()
 
-    async def _load(self, source: ModelSource, engine: Engine) -> GrammarCompiler | None:
+    async def _load(self, source: ModelSource, engine: Engine) -> _Loaded | None:
         try:
-            return await asyncio.to_thread(_new_compiler, source, engine)
+            return await asyncio.to_thread(_load_with, source, engine)
         except Exception as error:  # what the libraries raise on damaged files has no common base
             self._failure = str(error)
             _log.warning("requests with a constraint will be refused", model=str(source.path), reason=self._failure)
             return None
+
+
+async def _try(trials: GrammarTrials, compiler: GrammarCompiler, wanted: Constraint) -> None:
+    """See elsewhere whether a constraint can be compiled in bounds. Raises RequestRefused."""
+    if not wanted.text or compiler.knows(wanted):
+        return
+    job = {"kind": wanted.kind.value, "text": wanted.text}
+    try:
+        answer = await trials.run(job, partial(compiler.knows, wanted))
+    except (Unavailable, OSError) as error:
+        raise RequestRefused(wanted.field, f"cannot be compiled: {error}") from error
+    if answer is None:
+        raise RequestRefused(wanted.field, "cannot be compiled: too much work")
+    if answer:
+        raise RequestRefused(answer["field"], answer["refused"])
 
 
 def to_constraint(constraint: inference_pb2.Constraint) -> Constraint:
@@ -87,9 +96,10 @@ def to_constraint(constraint: inference_pb2.Constraint) -> Constraint:
     return Constraint(kind, getattr(constraint, name))
 
 
-def _new_compiler(source: ModelSource, engine: Engine) -> GrammarCompiler:
+def _load_with(source: ModelSource, engine: Engine) -> _Loaded:
     # Imported here: it brings transformers' tokenizers, a second that no start should wait for.
     from kvern.services.runtime.text import load_tokenizer
 
-    tokenizer = load_tokenizer(source)
-    return GrammarCompiler(tokenizer.backend.to_str(), engine.vocab_size, engine.eos_token_ids)
+    tokenizer_json = load_tokenizer(source).backend.to_str()
+    compiler = GrammarCompiler(tokenizer_json, engine.vocab_size, engine.eos_token_ids)
+    return _Loaded(compiler, GrammarTrials(tokenizer_json, engine.vocab_size))

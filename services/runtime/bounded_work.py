@@ -29,10 +29,12 @@ MAX_WAIT_S = 30.0
 class BoundedWork:
     """Processes of one kind. Threads may share it; each gets one to itself, which others use later."""
 
-    def __init__(self, module: str) -> None:
-        """module: calls `bounded_process.serve` when it is run. It begins to load at once."""
+    def __init__(self, module: str, setup: bytes = b"") -> None:
+        """module: calls `bounded_process.serve` when it is run. It begins to load at once. setup: what it may read from
+        its standard input before.
+        """
         self._idle: list[_Process] = []
-        self._forks = _forks_of(module)
+        self._forks = _forks_of(module, setup)
 
     def ask(self, job: Message, *, cpu_s: float | None = None) -> Message | None:
         """Return the answer to a job; None where none came within the limits.
@@ -113,8 +115,9 @@ def _close(*files: IO[bytes] | socket.socket) -> None:
 class _Forks:
     """The process that others are forked from: started when it is first needed, and again when it died."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, setup: bytes) -> None:
         self._module = module
+        self._setup = setup
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -149,10 +152,12 @@ class _Forks:
         command = [sys.executable, "-P", "-m", self._module, str(other.fileno())]
         # Numerical libraries start threads where they are imported, and those would not survive a fork.
         environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-        with other:
+        with other, open(os.memfd_create(self._module), "w+b") as setup:
+            setup.write(self._setup)
+            setup.seek(0)
             # A session of its own: Ctrl-C at a terminal is its parent's.
             self.process = subprocess.Popen(
-                command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environ, start_new_session=True
+                command, pass_fds=[other.fileno()], stdin=setup, env=environ, start_new_session=True
             )
 
     def _end(self) -> None:
@@ -164,8 +169,8 @@ class _Forks:
 
 
 @functools.cache
-def _forks_of(module: str) -> _Forks:
-    """Return the one process of a module that others are forked from."""
-    forks = _Forks(module)
+def _forks_of(module: str, setup: bytes = b"") -> _Forks:
+    """Return the one process of a module with a setup that others are forked from."""
+    forks = _Forks(module, setup)
     forks.start()
     return forks

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from kvern.engine.errors import RequestRefused
 from kvern.engine.startup import Engine
+from kvern.services.engine.grammar_trials import GrammarTrials
 from kvern.services.engine.grammars import Grammars
 from kvern.services.runtime.bounded_process import Message
 from kvern.services.runtime.bounded_work import BoundedWork
@@ -62,6 +63,20 @@ async def test_bombs_are_refused_and_the_next_constraints_are_not(grammars: Gram
     await grammars.compile(Constraint(json_object=True))
 
 
+async def test_grammar_may_name_the_models_tokens_and_no_others(grammars: Grammars) -> None:
+    for named in ("<|im_start|>", "<[49151]>", "<[300-400]>"):
+        await grammars.compile(Constraint(grammar=f'start: {named} "x"'))
+    for unknown in ("<|unknown|>", "<[49152]>"):
+        with pytest.raises(RequestRefused, match="cannot be compiled: at 1"):
+            await grammars.compile(Constraint(grammar=f'start: {unknown} "x"'))
+
+
+async def trials_of(grammars: Grammars) -> GrammarTrials:
+    loaded = await grammars._loading
+    assert loaded is not None
+    return loaded.trials
+
+
 class CountedTrials:
     """Counts the trials that it has made by real ones."""
 
@@ -87,8 +102,9 @@ class CountedTrials:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def trials(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> CountedTrials:
-    counted = CountedTrials(grammars._trials.work)
-    monkeypatch.setattr(grammars._trials, "work", counted)
+    of_grammars = await trials_of(grammars)
+    counted = CountedTrials(of_grammars.work)
+    monkeypatch.setattr(of_grammars, "work", counted)
     return counted
 
 
@@ -125,6 +141,6 @@ async def test_constraint_that_nothing_can_try_is_refused_alone(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is raised otherwise ends everybody's requests."""
-    monkeypatch.setattr(grammars._trials, "work", BoundedWork("kvern.services.engine.no_process"))
+    monkeypatch.setattr(await trials_of(grammars), "work", BoundedWork("kvern.services.engine.no_process"))
     with pytest.raises(RequestRefused, match="no process could be started"):
         await grammars.compile(Constraint(regex="b+"))

@@ -16,13 +16,14 @@ from kvern.services.runtime.bounded_work import BoundedWork
 from kvern.services.runtime.errors import Unavailable
 
 MODULE = "kvern.services.engine.grammar_process"
+SETUP = b'{"added_tokens": [], "vocab_size": 256}'
 JOB = {"kind": "regex", "text": "a+"}
 PATIENCE_S = 30
 
 _OWNER = f"""
 import time
 from kvern.services.runtime.bounded_work import BoundedWork
-work = BoundedWork("{MODULE}")
+work = BoundedWork("{MODULE}", {SETUP!r})
 assert work.ask({JOB}) == {{}}
 print("ready", flush=True)
 time.sleep(600)
@@ -41,9 +42,9 @@ def _wait_for_end(pidfds: list[int]) -> None:
 
 
 def test_process_that_ended_while_it_had_nothing_to_do_costs_the_next_job_nothing() -> None:
-    work = BoundedWork(MODULE)
+    work = BoundedWork(MODULE, SETUP)
     assert work.ask(JOB) == {}
-    forks = bounded_work._forks_of(MODULE).process
+    forks = bounded_work._forks_of(MODULE, SETUP).process
     assert forks is not None
     children = _children(forks.pid)
     pidfds = list(map(os.pidfd_open, children))
