@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ class BlockLog:
         self._history: dict[int, engine_pb2.WatchBlocksResponse] = {}
         self._history_bytes = 0
         self._first = self._next = epoch
+        self._amid: deque[range] = deque()
+        """Of snapshots told: where who has some of the parts would go on. Their numbers are also those of batches."""
         self._changed = asyncio.Event()
 
     def record(self, events: Iterable[CacheEvent]) -> None:
@@ -45,8 +48,9 @@ class BlockLog:
             self._changed = asyncio.Event()
 
     async def watch(self, start: int) -> AsyncGenerator[engine_pb2.WatchBlocksResponse, None]:
-        """Yield batches from `start` on, for ever. What is not kept any more, or never was, a snapshot stands for."""
-        position = start
+        """Yield batches from `start` on, for ever. What is not kept any more, or never was, a snapshot stands for, and
+        so it does where a snapshot broke off."""
+        position = 0 if any(start in numbers for numbers in self._amid) else start
         while True:
             changed = self._changed
             if not self._first <= position <= self._next:
@@ -72,12 +76,17 @@ class BlockLog:
         while self._history_bytes > MAX_HISTORY_BYTES:
             self._history_bytes -= self._history.pop(self._first).ByteSize()
             self._first += 1
+        while self._amid and self._amid[0].stop <= self._first:
+            self._amid.popleft()
 
     def _snapshot(self) -> Iterator[engine_pb2.WatchBlocksResponse]:
         """Build the parts of a snapshot one by one, all of this moment."""
         blocks = list(self._blocks.items())
         count = max(1, -(-len(blocks) // self._max_changes))
         first = self._next - count
+        amid = range(first + 1, self._next)
+        if amid and amid not in self._amid:
+            self._amid.append(amid)
         for index in range(count):
             part = blocks[index * self._max_changes : (index + 1) * self._max_changes]
             yield engine_pb2.WatchBlocksResponse(

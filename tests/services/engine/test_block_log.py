@@ -182,3 +182,21 @@ async def test_large_snapshot_comes_in_parts_with_parents_first(monkeypatch: pyt
         mirror.apply(part)
     assert set(mirror.prompts.values()) == pool.prompts()
     assert mirror.sequence == EPOCH + 5  # 10 blocks made four batches, 5 two
+
+
+async def test_watch_from_within_a_snapshot_that_broke_off_begins_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts have the numbers of batches that are kept, which do not bring what the other parts would have."""
+    monkeypatch.setattr(block_log, "MAX_MESSAGE_TOKENS", BLOCK_SIZE)
+    pool, mirror = Pool(), Mirror()
+    for number in range(5):
+        pool.compute([number] * BLOCK_SIZE)
+    async with aclosing(pool.log.watch(0)) as watch:
+        for _ in range(3):
+            mirror.apply(await anext(watch))
+    async with aclosing(pool.log.watch(mirror.sequence + 1)) as watch:
+        await mirror.follow(watch, EPOCH + 4)
+    assert set(mirror.prompts.values()) == pool.prompts()
+    async with aclosing(pool.log.watch(mirror.sequence + 1)) as watch:
+        pool.compute([9] * BLOCK_SIZE)
+        await mirror.follow(watch, EPOCH + 5)
+    assert mirror.num_snapshots == 2
