@@ -537,7 +537,7 @@ class WatchBlocksRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     start: _builtins.int
-    """The first batch that is wanted. Where it is 0, or one that is not kept any more, a snapshot comes first."""
+    """The first batch that is wanted. Where it is 0, amid a snapshot, or not kept any more, a snapshot comes first."""
     salt: _builtins.str
     """That of the blocks. INVALID_ARGUMENT where the engine was started to tell of another."""
     def __init__(
