@@ -6,10 +6,13 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
+from kvern.services.gateway.constraints import leaves_text_free, the_one_of
 from kvern.services.gateway.errors import ApiError
 from kvern.services.gateway.generation_body import GenerationBody, NumLogprobs, UInt32
+from kvern.services.gateway.optional_calls import content_or_calls
 from kvern.services.gateway.request_body import Body
 from kvern.services.gateway.tools import (
     MAX_TOOLS,
@@ -59,6 +62,8 @@ class Message(Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, as vLLM has come to call it."""
     parsed: object = None
     """OpenAI's client sends back what it made of the content."""
     tool_calls: list[ReplayedCall] | None = None
@@ -67,12 +72,19 @@ class Message(Body):
     provider_specific_fields: dict[str, object] | None = None
     """LiteLLM sends back what else it was answered, by whomever."""
 
+    @field_validator("reasoning")
+    @classmethod
+    def _is_the_same(cls, reasoning: str | None, info: ValidationInfo) -> str | None:
+        if reasoning and info.data.get("reasoning_content") not in (None, "", reasoning):
+            raise PydanticCustomError("value_error", "stands in place of reasoning_content; give one of them")
+        return reasoning
+
     def to_proto(self) -> ChatMessage:
         return ChatMessage(
             role=_RENAMED_ROLES.get(self.role, self.role),
             content=self._text(),
             name=self.name or "",
-            reasoning_content=self.reasoning_content or "",
+            reasoning_content=self.reasoning_content or self.reasoning or "",
             tool_calls_json=self._tool_calls_json(),
             tool_call_id=self.tool_call_id or "",
         )
@@ -198,13 +210,10 @@ class ChatCompletionRequest(GenerationBody, ChatBody):
             if name in names[:index]:
                 field = f"tools[{index}].function.name"
                 raise ApiError(400, f"{field}: another tool is called {name}, too", field, "invalid_value")
-        constraints = super().given_constraints()
-        if names and constraints:
-            # Held to a format, the model could call no tool, and nobody would notice.
-            field = next(iter(constraints))
-            raise ApiError(400, f"{field}: cannot hold where tools may be called", field, "unsupported_parameter")
+        the_one_of(super().given_constraints())
 
     def given_constraints(self) -> dict[str, Constraint]:
+        # An answer that is calls has no content that a format could hold.
         if (tool := self.forced_tool) is not None:
             return {"tools": schema_of_arguments(tool)}
         if self.must_call:
@@ -214,7 +223,7 @@ class ChatCompletionRequest(GenerationBody, ChatBody):
     @property
     def may_reason(self) -> bool:
         """Whether the answer may hold reasoning: what is held to a form as a whole has no room for any."""
-        return all(each.HasField("structural_tag") for each in self.given_constraints().values())
+        return all(map(leaves_text_free, self.given_constraints().values()))
 
     def param_of(self, field: str) -> str:
         if field == "stopping.max_tokens" and self.max_completion_tokens is not None:
@@ -229,6 +238,12 @@ class ChatCompletionRequest(GenerationBody, ChatBody):
         if self.offered_tools and not self.must_call and formats.tool_calls != NO_FORMAT:
             # What some models begin a call with is a special token.
             request.output.skip_special_tokens = False
+            for field, content in self.given_constraints().items():
+                request.constraint.CopyFrom(
+                    content_or_calls(
+                        field, content, self.offered_tools, formats.tool_calls, in_parallel=self.may_call_several
+                    )
+                )
         return request
 
     def _max_tokens(self) -> int | None:

@@ -91,5 +91,10 @@ def the_one_of(given: Mapping[str, Constraint]) -> Constraint | None:
     return given[fields[0]] if fields else None
 
 
+def leaves_text_free(constraint: Constraint) -> bool:
+    """Whether text outside of what is held to a form may be anything. Raises ValueError for a tag that is not JSON."""
+    return constraint.HasField("structural_tag") and "format" not in json.loads(constraint.structural_tag)
+
+
 def _text(value: dict[str, Any] | str) -> str:
     return value if isinstance(value, str) else json.dumps(value)

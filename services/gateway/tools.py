@@ -97,22 +97,27 @@ def schema_of_arguments(tool: Tool) -> Constraint:
 
 def schema_of_calls(tools: Sequence[Tool], *, in_parallel: bool) -> Constraint:
     """Constrain an output to a list of calls, one at least: `[{"name": ..., "parameters": {...}}]`."""
-    schema: dict[str, Any] = {
-        "type": "array",
-        "minItems": 1,
-        "items": {"anyOf": [_schema_of_call(index, tool) for index, tool in enumerate(tools)]},
-    }
-    if not in_parallel:
-        schema["maxItems"] = 1
-    return Constraint(json_schema=json.dumps(schema))
+    return Constraint(json_schema=json.dumps(list_of_calls(tools, "parameters", in_parallel=in_parallel)))
 
 
-def _schema_of_call(index: int, tool: Tool) -> dict[str, Any]:
-    parameters = _moved(tool.function.schema_of_arguments, f"#/items/anyOf/{index}/properties/parameters")
+def list_of_calls(tools: Sequence[Tool], arguments: str, *, in_parallel: bool) -> dict[str, Any]:
+    """Return the schema of a list of calls, one at least: `[{"name": ..., <arguments>: {...}}]`."""
+    schema = {"type": "array", "minItems": 1, "items": one_call(tools, arguments, "#/items")}
+    return schema if in_parallel else {**schema, "maxItems": 1}
+
+
+def one_call(tools: Sequence[Tool], arguments: str, place: str = "#") -> dict[str, Any]:
+    """Return the schema of a call, `{"name": ..., <arguments>: {...}}`, for this place in a schema."""
+    places = (f"{place}/anyOf/{index}/properties/{arguments}" for index in range(len(tools)))
+    return {"anyOf": [_call_of(tool, arguments, where) for tool, where in zip(tools, places, strict=True)]}
+
+
+def _call_of(tool: Tool, arguments: str, place: str) -> dict[str, Any]:
+    schema = _moved(tool.function.schema_of_arguments, place)
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
-        "required": ["name", "parameters"],
+        "properties": {"name": {"const": tool.function.name}, arguments: schema},
+        "required": ["name", arguments],
         "additionalProperties": False,
     }
 

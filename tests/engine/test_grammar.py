@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -51,6 +52,22 @@ def accepts(state: MatcherState, text: str) -> bool:
     """Whether the tokens of a text, one after another, are allowed, and it may end there."""
     token_ids = make_tokenizer().encode(text, add_special_tokens=False).ids
     return all(state.advance(token_id) for token_id in token_ids) and "<end>" in allowed(state)
+
+
+def start_format(compiler: GrammarCompiler, form: object) -> MatcherState:
+    tag = json.dumps({"type": "structural_tag", "format": form})
+    return start(compiler, ConstraintKind.STRUCTURAL_TAG, tag)
+
+
+def text(value: str) -> dict[str, object]:
+    return {"type": "const_string", "value": value}
+
+
+def tags(**fields: object) -> dict[str, object]:
+    """Numbers in brackets."""
+    schema = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tag = {"type": "tag", "begin": "(", "content": schema, "end": ")"}
+    return {"type": "tags_with_separator", "tags": [tag], **fields}
 
 
 def test_regex_allows_exactly_the_tokens_that_can_go_on(compiler: GrammarCompiler) -> None:
@@ -131,6 +148,62 @@ def test_structural_tag_leaves_text_free_and_constrains_its_insides(compiler: Gr
     assert allowed(feed(state, "</f>")) >= {"a", "<", "true", "<end>"}
 
 
+def test_format_of_the_whole_output_accepts_what_its_parts_make(compiler: GrammarCompiler) -> None:
+    calls = tags(separator=",", at_least_one=True)
+    parts = {"type": "sequence", "elements": [text("a b"), {"type": "or", "elements": [text(""), text("c")]}]}
+    form = {"type": "or", "elements": [parts, {"type": "json_schema", "json_schema": {"type": "object"}}, calls]}
+    for good in ("a b", "a bc", "{}", '{"a":1}', "(1)", "(1),(23),(4)"):
+        assert accepts(start_format(compiler, form), good)
+    for bad in ("", "a", "c", "[]", "(1),", "(1)(2)", "(a)", "a b{}", "{}(1)"):
+        assert not accepts(start_format(compiler, form), bad)
+
+
+@pytest.mark.parametrize(
+    ("flags", "accepted"),
+    [
+        ({}, ["", "(1)", "(1)(2)"]),
+        ({"at_least_one": True}, ["(1)", "(1)(2)"]),
+        ({"stop_after_first": True}, ["", "(1)"]),
+        ({"at_least_one": True, "stop_after_first": True}, ["(1)"]),
+    ],
+)
+def test_tags_of_a_format_come_as_often_as_it_says(
+    compiler: GrammarCompiler, flags: dict[str, bool], accepted: list[str]
+) -> None:
+    form = {"type": "sequence", "elements": [text("t"), tags(separator="", **flags)]}
+    outputs = ["", "(1)", "(1)(2)"]
+    assert [output for output in outputs if accepts(start_format(compiler, form), "t" + output)] == accepted
+
+
+def test_name_of_a_special_token_in_a_format_is_the_token(compiler: GrammarCompiler) -> None:
+    assert allowed(start_format(compiler, text("<s>"))) == {"<s>"}
+    assert allowed(start_format(compiler, text("<s>a"))) == {"<"}
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ([], "an object with a type"),
+        ({"type": ["or"]}, "an object with a type"),
+        ({"type": "any_text"}, "any_text are not supported"),
+        ({"type": "or", "elements": []}, "needs elements"),
+        ({"type": "sequence"}, "needs elements"),
+        ({"type": "const_string", "value": 1}, "needs value"),
+        ({"type": "json_schema", "json_schema": {}, "style": "xml"}, "style is not supported"),
+        ({"type": "json_schema", "json_schema": {"not": {}}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "json_schema", "json_schema": {"exclusiveMinimum": 2, "maximum": 2.5}}, "exclusiveMinimum 2"),
+        ({"type": "tags_with_separator", "tags": [{"type": "or", "elements": []}], "separator": ""}, "of type tag"),
+        (tags(separator="", at_least_one=1), "booleans"),
+    ],
+)
+def test_format_that_cannot_be_done_is_refused_with_the_reason(
+    compiler: GrammarCompiler, form: object, reason: str
+) -> None:
+    with pytest.raises(RequestRefused, match=re.escape(reason)) as refused:
+        start_format(compiler, form)
+    assert refused.value.field == "constraint.structural_tag"
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
@@ -155,6 +228,7 @@ def test_structural_tag_leaves_text_free_and_constrains_its_insides(compiler: Gr
         (ConstraintKind.GRAMMAR, "start: " + "(" * 10_000 + '"a"' + ")" * 10_000, "too deeply nested"),
         (ConstraintKind.GRAMMAR, "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000, "nested too deeply"),
         (ConstraintKind.STRUCTURAL_TAG, "{}", "structures"),
+        (ConstraintKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {}, "triggers": []}', "nothing else"),
         (ConstraintKind.STRUCTURAL_TAG, '{"structures": [{"begin": "<a>"}], "triggers": ["<"]}', "begin and end"),
         (
             ConstraintKind.STRUCTURAL_TAG,

@@ -560,7 +560,7 @@ class Constraint(_message.Message):
     json_object: _builtins.bool
     """Any JSON object."""
     structural_tag: _builtins.str
-    """JSON: tags within free text whose insides are constrained."""
+    """JSON: tags within free text whose insides are constrained, or a format of the whole output."""
     @_builtins.property
     def choices(self) -> Global___Choices: ...
     def __init__(

@@ -220,6 +220,32 @@ async def test_chat_held_to_a_form_is_content_where_the_template_opens_reasoning
     assert "reasoning_content" not in message
 
 
+async def test_chat_held_to_a_structural_format_as_a_whole_is_content(setup: Setup) -> None:
+    setup.router.behaviour = says("hm</think>4")
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "hm</think>4"}}
+    fields = {"structured_outputs": {"structural_tag": tag}, "chat_template_kwargs": {"thinking": True}}
+    assert (await setup.message(**fields))["content"] == "hm</think>4"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"reasoning": "why"},
+        {"reasoning": "why", "reasoning_content": "why"},
+        {"reasoning": "", "reasoning_content": "why"},
+    ],
+)
+async def test_replayed_reasoning_is_taken_by_either_name(setup: Setup, given: dict[str, str]) -> None:
+    request = await setup.asked(messages=[USER, {"role": "assistant", "content": "4", **given}, USER])
+    assert request.chat.messages[1].reasoning_content == "why"
+
+
+async def test_replayed_reasoning_by_two_names_that_differ_is_refused(setup: Setup) -> None:
+    message = {"role": "assistant", "content": "4", "reasoning": "a", "reasoning_content": "b"}
+    error = await setup.refused(messages=[USER, message])
+    assert (error["param"], error["message"].partition(":")[0]) == ("messages[1].reasoning", "messages[1].reasoning")
+
+
 async def test_chat_with_constrained_tags_in_free_text_may_reason(setup: Setup) -> None:
     setup.router.behaviour = says("hm</think>4")
     fields = {"structured_outputs": {"structural_tag": {"a": 1}}, "chat_template_kwargs": {"thinking": True}}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvern.services.gateway.chat_request import NO_FORMAT, ChatCompletionRequest, OutputFormats
 from kvern.v1 import inference_pb2
 
 from .scripted_router import STARTED, delta, finished, responds, says
@@ -24,6 +25,7 @@ def tool(name: str, parameters: dict[str, Any] | None = PARAMETERS) -> dict[str,
 
 TOOLS = [tool("weather"), tool("time", None)]
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": PARAMETERS}}
 FORCED = '[{"name": "weather", "parameters": {"city": "R}o\\"m{e"}}, {"name": "time", "parameters": {}}]'
 
 
@@ -123,6 +125,52 @@ async def test_named_function_constrains_the_output_to_its_arguments(setup: Setu
     assert streamed == {"name": "weather", "arguments": '{"city": "Rome"}'}
 
 
+async def test_tools_with_a_format_constrain_the_output_to_either(setup: Setup) -> None:
+    request = await setup.asked(tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False)
+    tag = json.loads(request.constraint.structural_tag)
+    content, *calls = tag["format"]["elements"]
+    assert content == {"type": "json_schema", "json_schema": PARAMETERS}
+    assert len(calls) == 3
+    assert calls[0]["stop_after_first"] is True
+    assert request.output.skip_special_tokens is False
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+async def test_answer_to_tools_with_a_format_is_content_or_calls_and_never_reasons(setup: Setup, size: int) -> None:
+    fields = {"tools": TOOLS, "response_format": FORMAT, "chat_template_kwargs": {"thinking": True}}
+    setup.router.behaviour = says('{"city": "</think>Rome"}', size=size)
+    message = await setup.message(**fields)
+    assert (message["content"], message["finish_reason"]) == ('{"city": "</think>Rome"}', "stop")
+    setup.router.behaviour = says(HERMES, size=size)
+    message = await setup.message(**fields)
+    assert (message["content"], message["finish_reason"]) == (None, "tool_calls")
+    assert setup.router.tokenized == []
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+async def test_call_that_must_be_is_held_to_the_tools_alone_whatever_the_format(setup: Setup, choice: object) -> None:
+    with_format = await setup.asked(tools=TOOLS, tool_choice=choice, response_format={"type": "json_object"})
+    assert with_format.constraint == (await setup.asked(tools=TOOLS, tool_choice=choice)).constraint
+    assert (await setup.asked(tools=TOOLS, tool_choice=choice, guided_regex="a")).constraint == with_format.constraint
+
+
+async def test_format_text_or_tools_that_may_not_be_called_constrain_nothing_more(setup: Setup) -> None:
+    request = await setup.asked(tools=TOOLS, response_format={"type": "text"})
+    assert not request.HasField("constraint")
+    request = await setup.asked(tools=TOOLS, response_format=FORMAT, tool_choice="none")
+    assert json.loads(request.constraint.json_schema) == PARAMETERS
+
+
+@pytest.mark.parametrize("given", [{"response_format": {"type": "json_object"}}, {"guided_regex": "a"}])
+async def test_format_alone_counts_where_calls_are_not_read(given: dict[str, Any]) -> None:
+    fields = {"messages": [USER], "tools": TOOLS, **given}
+    body = ChatCompletionRequest.model_validate(fields)
+    body.check()
+    request = body.to_generate(OutputFormats(tool_calls=NO_FORMAT, reasoning="auto"))
+    assert request.constraint.WhichOneof("kind") in ("json_object", "regex")
+    assert not request.output.HasField("skip_special_tokens")
+
+
 async def test_required_call_out_of_tokens_ends_with_length(setup: Setup) -> None:
     setup.router.behaviour = responds(STARTED, delta(FORCED[:40]), finished(inference_pb2.FINISH_REASON_LENGTH))
     message = await setup.message(tools=TOOLS, tool_choice="required")
@@ -172,8 +220,15 @@ async def test_replayed_call_without_arguments_is_one_with_none(setup: Setup) ->
         ("tools[0].function", {"tools": [{"type": "function"}]}),
         ("tools[0].type", {"tools": [{"type": "web_search", "function": {"name": "a"}}]}),
         ("tools", {"tools": [tool(f"f{number}") for number in range(129)]}),
-        ("response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
-        ("guided_regex", {"tools": TOOLS, "guided_regex": "a", "tool_choice": "required"}),
+        ("guided_regex", {"tools": TOOLS, "guided_regex": "a"}),
+        ("structured_outputs.choice", {"tools": TOOLS, "structured_outputs": {"choice": ["a"]}}),
+        ("guided_json", {"tools": TOOLS, "guided_json": "[]"}),
+        ("guided_json", {"tools": TOOLS, "guided_json": "{}", "response_format": {"type": "json_object"}}),
+        ("response_format.json_schema", {"tools": TOOLS, "response_format": {"type": "json_schema"}}),
+        (
+            "response_format.json_schema",
+            {"tools": TOOLS, "response_format": {"type": "json_schema"}, "tool_choice": "required"},
+        ),
         (
             "messages[0].tool_calls[0].function.arguments",
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},

@@ -127,6 +127,34 @@ def test_json_schema_is_followed(api: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
 
 
+def test_answer_to_tools_with_a_json_schema_is_content_that_follows_it_or_a_call(api: openai.OpenAI) -> None:
+    """Examples in the chat lead the small model to the one and to the other."""
+    called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'
+    italy: Any = {"role": "user", "content": "What is the capital of Italy?"}
+    oslo: Any = {"role": "user", "content": "And in Oslo?"}
+    choices = []
+    for asked, said, asked_next in ((italy, '{"capital": "Rome"}', FRANCE[0]), (ROME[0], called, oslo)):
+        messages: Any = [asked, {"role": "assistant", "content": said}, asked_next]
+        answer = api.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            temperature=0,
+            max_tokens=64,
+            tools=TOOLS,
+            parallel_tool_calls=False,
+            response_format={"type": "json_schema", "json_schema": {"name": "capital", "schema": SCHEMA}},
+        )
+        choices.append(answer.choices[0])
+    content, calls = choices
+    assert (content.finish_reason, content.message.tool_calls) == ("stop", None)
+    jsonschema.validate(json.loads(content.message.content or ""), SCHEMA)
+    assert (calls.finish_reason, calls.message.content) == ("tool_calls", None)
+    [call] = calls.message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+
+
 def test_named_function_is_called_with_arguments_of_its_schema(api: openai.OpenAI) -> None:
     answer = api.chat.completions.create(
         model=MODEL,
