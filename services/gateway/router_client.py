@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import grpc
@@ -20,6 +22,9 @@ UNARY_TIMEOUT_S = 30.0
 
 HEALTH_TIMEOUT_S = 1.0
 
+RECONNECT_TIMEOUT_S = 5.0
+"""How long a request waits for a router that cannot be reached. One that was killed is back after a moment."""
+
 ParamOf = Callable[[str], str | None]
 """Names a request's field as the HTTP client knows it."""
 
@@ -32,6 +37,7 @@ class RouterClient:
     """Raises ApiError where a call fails."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
         self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
         self._health = health_pb2_grpc.HealthStub(channel)
 
@@ -39,6 +45,7 @@ class RouterClient:
         self, generate: pb.GenerateRequest, metadata: Metadata, param_of: ParamOf
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Yield what a router answers. Closing the generator cancels the call."""
+        await self._reconnect()
         try:
             async with streaming(self._inference.Generate(generate, metadata=metadata)) as call:
                 async for response in call:
@@ -48,6 +55,7 @@ class RouterClient:
 
     async def list_models(self, metadata: Metadata) -> list[pb.Model]:
         """Return one of each name."""
+        await self._reconnect()
         call = self._inference.ListModels(pb.ListModelsRequest(), timeout=UNARY_TIMEOUT_S, metadata=metadata)
         listed = await _answer(call, str)
         return list({model.name: model for model in listed.models}.values())
@@ -55,11 +63,13 @@ class RouterClient:
     async def tokenize(
         self, tokenize: pb.TokenizeRequest, metadata: Metadata, param_of: ParamOf
     ) -> pb.TokenizeResponse:
+        await self._reconnect()
         return await _answer(self._inference.Tokenize(tokenize, timeout=UNARY_TIMEOUT_S, metadata=metadata), param_of)
 
     async def detokenize(
         self, detokenize: pb.DetokenizeRequest, metadata: Metadata, param_of: ParamOf
     ) -> pb.DetokenizeResponse:
+        await self._reconnect()
         call = self._inference.Detokenize(detokenize, timeout=UNARY_TIMEOUT_S, metadata=metadata)
         return await _answer(call, param_of)
 
@@ -69,6 +79,12 @@ class RouterClient:
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _reconnect(self) -> None:
+        """Wait until there is a connection, which there is as a rule. After a while the call itself says what fails."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECONNECT_TIMEOUT_S):
+                await self._channel.channel_ready()
 
 
 async def _answer(call: grpc.aio.UnaryUnaryCall[_Asked, _Answer], param_of: ParamOf) -> _Answer:

@@ -83,3 +83,20 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, listen: str) ->
         assert any("whole" in line for line in rest)
         assert "data: [DONE]" in rest
         assert await process.wait() == 0
+
+
+async def test_request_waits_for_a_router_that_is_started_again(tmp_path: Path, listen: str) -> None:
+    address, body = f"unix:{tmp_path}/router.sock", {"messages": [{"role": "user", "content": "Hello"}]}
+    async with (
+        running("gateway", "--listen", listen, "--router", address, log=tmp_path / "log"),
+        httpx.AsyncClient(base_url=f"http://{listen}", timeout=20) as client,
+    ):
+        async with ScriptedRouter().serving(address):
+            await until_listening(client)
+            assert (await client.get("/health")).status_code == 200
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        for _ in range(10):
+            assert (await client.get("/health")).status_code == 503
+        async with ScriptedRouter().serving(address):
+            answer = await asking
+    assert answer.status_code == 200, answer.text
