@@ -30,7 +30,8 @@ async def test_drain_tells_health_watchers_and_does_not_wait_for_them(tmp_path: 
             assert (await watch.read()).status == NOT_SERVING
             server.set_ready(True)
             assert (await watch.read()).status == SERVING
-        assert (await watch.read()).status == NOT_SERVING
+            news = asyncio.ensure_future(watch.read())
+        assert (await news).status == NOT_SERVING
         # How the stream ends depends on which end closes the connection first.
         with suppress(grpc.aio.AioRpcError):
             assert await watch.read() is grpc.aio.EOF
