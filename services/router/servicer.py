@@ -17,7 +17,7 @@ from kvern.services.router.convert import num_resumed_tokens, to_decode, to_enco
 from kvern.services.router.deadline import for_start
 from kvern.services.router.identity.caller import Caller, Role, current_caller
 from kvern.services.router.identity.salts import Salts
-from kvern.services.router.limits import TenantLimits
+from kvern.services.router.limits import Kind, TenantLimits
 from kvern.services.router.metrics import RouterMetrics
 from kvern.services.router.models import check_allowed, list_models, max_context, resolve_model
 from kvern.services.router.placement import Placement, Placer
@@ -82,7 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             caller = current_caller()
             confine(request, caller, self._salts)
             with self._admission.admit(request.request_id, caller.tenant) as record.request_id:
-                async with self._limits.admit(caller) as usage:
+                async with self._limits.admit(caller, Kind.GENERATE) as usage:
                     placement, encoded = await self._prepare(request, context.time_remaining)
                     record.model = placement.model
                     metrics.resolve(placement.model)
@@ -114,7 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         check_generate(request)
         caller = current_caller()
         confine(request, caller, self._salts)
-        async with self._limits.admit(caller) as usage:
+        async with self._limits.admit(caller, Kind.OTHER) as usage:
             placement, encoded = await self._prepare(request, time_remaining)
             if self._tickets is not None:  # with a ticket the prompt will be computed, and no router sees it again
                 usage.charge(len(encoded.token_ids) + num_resumed_tokens(request))
@@ -145,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             caller = current_caller()
             model = resolve_model(self._table, request.model, caller.policy)
             encode = to_encode(request, model, scope=text_scope(caller, self._salts))
-            async with self._limits.admit(caller):
+            async with self._limits.admit(caller, Kind.OTHER):
                 encoded = await self._tokenizer.encode(encode, context.time_remaining)
             return inference_pb2.TokenizeResponse(ids=encoded.token_ids, max_context=max_context(self._table, model))
 
@@ -156,7 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             check_name("model", request.model)
             caller = current_caller()
             model = resolve_model(self._table, request.model, caller.policy)
-            async with self._limits.admit(caller):
+            async with self._limits.admit(caller, Kind.OTHER):
                 decoded = await self._tokenizer.decode(to_decode(request, model), context.time_remaining)
             return inference_pb2.DetokenizeResponse(text=decoded.text)
 

@@ -15,7 +15,7 @@ class TenantPolicy(BaseModel):
     priority_cap: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     """Requests that ask to run earlier, by a lower number, run at this one."""
     max_concurrent: int | None = Field(default=None, ge=1, le=10**6)
-    """Calls to Generate, Route, Tokenize and Detokenize at once, at all routers together."""
+    """Generate calls at once, at all routers together, and as many of Route, Tokenize and Detokenize beside them."""
     tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)
     """Prompt and output tokens, at all routers together."""
 

@@ -1,6 +1,6 @@
 """How much tenants may have: requests at once, and tokens a minute.
 
-    async with limits.admit(caller) as usage:
+    async with limits.admit(caller, Kind.GENERATE) as usage:
         usage.charge(num_prompt_tokens)
         ...
         usage.charge(num_output_tokens)
@@ -9,5 +9,6 @@ All routers count together in Redis. Where it does not answer in a few milliseco
 """
 
 from kvern.services.router.limits.limiter import TenantLimits, Usage
+from kvern.services.router.limits.line import Kind
 
-__all__ = ["TenantLimits", "Usage"]
+__all__ = ["Kind", "TenantLimits", "Usage"]

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from kvern.services.router.identity.caller import Caller
 from kvern.services.router.identity.policy import TenantPolicy
+from kvern.services.router.limits.line import Kind, Line
 from kvern.services.router.limits.local_counts import LocalCounts
 from kvern.services.router.limits.shared_counts import LEASE_S, SharedCounts
 from kvern.services.router.limits.verdict import Refusal
@@ -80,28 +81,28 @@ class TenantLimits:
         self._router = secrets.token_hex(4)
         self._numbers = itertools.count()
         self._notes: asyncio.Queue[_Note] = asyncio.Queue(MAX_NOTES)
-        self._ended: dict[str, set[str]] = {}
-        """Requests by tenant whose ends wait among the notes. The tenant's next request takes them along, so who asks
-        again when one has ended does not find it counted still."""
+        self._ended: dict[Line, set[str]] = {}
+        """Requests whose ends wait among the notes. The line's next request takes them along, so who asks again when
+        one has ended does not find it counted still."""
         self._num_failures = 0
         self._rests_until = 0.0
 
     @asynccontextmanager
-    async def admit(self, caller: Caller) -> AsyncIterator[Usage]:
+    async def admit(self, caller: Caller, kind: Kind) -> AsyncIterator[Usage]:
         """Count a request of a caller as in flight until the block ends. Raises ResourceExhausted at a limit."""
         policy = caller.policy
         if policy.max_concurrent is None and policy.tokens_per_minute is None:
             yield _UNCOUNTED
             return
-        tenant, request = self._alias(caller.tenant), f"{self._router}:{next(self._numbers)}"
-        if (refusal := await self._begin(tenant, policy, request)) is not None:
+        line, request = Line(self._alias(caller.tenant), kind), f"{self._router}:{next(self._numbers)}"
+        if (refusal := await self._begin(line, policy, request)) is not None:
             raise refusal.error(policy)
-        self._local.begin(tenant, policy, request)
+        self._local.begin(line, policy, request)
         try:
-            yield Usage(partial(self._charge, tenant, policy))
+            yield Usage(partial(self._charge, line.tenant, policy))
         finally:
-            self._local.end(tenant, request)
-            self._end(tenant, request)
+            self._local.end(line, request)
+            self._end(line, request)
 
     async def watch(self) -> None:
         """Write what is to be written to Redis, and renew what is in flight, for ever."""
@@ -110,25 +111,25 @@ class TenantLimits:
                 tasks.create_task(self._write())
             tasks.create_task(self._renew())
 
-    async def _begin(self, tenant: str, policy: TenantPolicy, request: str) -> Refusal | None:
+    async def _begin(self, line: Line, policy: TenantPolicy, request: str) -> Refusal | None:
         if self._shared is None:
-            return self._local.refusal(tenant, policy)
+            return self._local.refusal(line, policy)
         if time.monotonic() >= self._rests_until:
-            ended = self._ended.pop(tenant, set())
+            ended = self._ended.pop(line, set())
             try:
                 async with asyncio.timeout(self._budget_s):
-                    refusal = await self._shared.begin(tenant, policy, request, ended)
+                    refusal = await self._shared.begin(line, policy, request, ended)
             except asyncio.CancelledError:
-                self._end(tenant, request)  # it may have been counted all the same
+                self._end(line, request)  # it may have been counted all the same
                 raise
             except REDIS_ERRORS as error:
                 self._fail(error)
-                self._end(tenant, request)  # likewise
+                self._end(line, request)  # likewise
             else:
                 self._num_failures = 0
                 return refusal
         self._metrics.fallbacks.inc()
-        return self._local.refusal(tenant, policy)
+        return self._local.refusal(line, policy)
 
     def _fail(self, error: Exception) -> None:
         self._num_failures += 1
@@ -142,18 +143,18 @@ class TenantLimits:
         if self._shared is not None:
             self._note(partial(self._shared.charge, tenant, policy, num_tokens))
 
-    def _end(self, tenant: str, request: str) -> None:
-        if self._shared is not None and self._note(partial(self._write_end, self._shared, tenant, request)):
-            self._ended.setdefault(tenant, set()).add(request)
+    def _end(self, line: Line, request: str) -> None:
+        if self._shared is not None and self._note(partial(self._write_end, self._shared, line, request)):
+            self._ended.setdefault(line, set()).add(request)
 
-    async def _write_end(self, shared: SharedCounts, tenant: str, request: str) -> None:
+    async def _write_end(self, shared: SharedCounts, line: Line, request: str) -> None:
         try:
-            await shared.end(tenant, request)
+            await shared.end(line, request)
         finally:
-            ended = self._ended.get(tenant, set())
+            ended = self._ended.get(line, set())
             ended.discard(request)
             if not ended:
-                self._ended.pop(tenant, None)
+                self._ended.pop(line, None)
 
     def _note(self, note: _Note) -> bool:
         """Return whether a note will be written."""
@@ -177,11 +178,11 @@ class TenantLimits:
         while True:
             await asyncio.sleep(LEASE_S / 3)
             self._local.prune()
-            for tenant, requests in self._local.in_flight():
+            for line, requests in self._local.in_flight():
                 if self._shared is not None:
                     with suppress(*REDIS_ERRORS):
                         async with asyncio.timeout(NOTE_TIMEOUT_S):
-                            await self._shared.renew(tenant, requests)
+                            await self._shared.renew(line, requests)
                 for request in requests:
-                    if not self._local.is_in_flight(tenant, request):
-                        self._end(tenant, request)  # it ended meanwhile, and may have been revived
+                    if not self._local.is_in_flight(line, request):
+                        self._end(line, request)  # it ended meanwhile, and may have been revived

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvern.services.router.identity.policy import TenantPolicy
+from kvern.services.router.limits.line import Kind, Line
 from kvern.services.router.limits.verdict import CONCURRENCY_RETRY_S, Limit, Refusal
 
 
@@ -17,7 +18,7 @@ class _Count:
     policy: TenantPolicy
     level: float
     at: float
-    requests: set[str] = field(default_factory=set)
+    requests: dict[Kind, set[str]] = field(default_factory=lambda: {kind: set() for kind in Kind})
 
     def refill(self, policy: TenantPolicy, now: float) -> None:
         rate = (policy.tokens_per_minute or 0) / 60
@@ -26,7 +27,7 @@ class _Count:
 
     @property
     def is_idle(self) -> bool:
-        return not self.requests and self.level >= (self.policy.tokens_per_minute or 0)
+        return not any(self.requests.values()) and self.level >= (self.policy.tokens_per_minute or 0)
 
 
 class LocalCounts:
@@ -36,31 +37,34 @@ class LocalCounts:
         self._clock = clock
         self._counts: dict[str, _Count] = {}
 
-    def refusal(self, tenant: str, policy: TenantPolicy) -> Refusal | None:
+    def refusal(self, line: Line, policy: TenantPolicy) -> Refusal | None:
         """Return what stands against one request more."""
-        count = self._count(tenant, policy)
-        if policy.max_concurrent is not None and len(count.requests) >= policy.max_concurrent:
+        count = self._count(line.tenant, policy)
+        if policy.max_concurrent is not None and len(count.requests[line.kind]) >= policy.max_concurrent:
             return Refusal(Limit.CONCURRENCY, CONCURRENCY_RETRY_S)
         if policy.tokens_per_minute is not None and count.level <= 0:
             return Refusal(Limit.TOKENS, (1 - count.level) * 60 / policy.tokens_per_minute)
         return None
 
-    def begin(self, tenant: str, policy: TenantPolicy, request: str) -> None:
-        self._count(tenant, policy).requests.add(request)
+    def begin(self, line: Line, policy: TenantPolicy, request: str) -> None:
+        self._count(line.tenant, policy).requests[line.kind].add(request)
 
     def charge(self, tenant: str, policy: TenantPolicy, num_tokens: int) -> None:
         if policy.tokens_per_minute is not None:
             self._count(tenant, policy).level -= num_tokens
 
-    def end(self, tenant: str, request: str) -> None:
-        self._counts[tenant].requests.discard(request)
+    def end(self, line: Line, request: str) -> None:
+        self._counts[line.tenant].requests[line.kind].discard(request)
 
-    def is_in_flight(self, tenant: str, request: str) -> bool:
-        return tenant in self._counts and request in self._counts[tenant].requests
+    def is_in_flight(self, line: Line, request: str) -> bool:
+        return line.tenant in self._counts and request in self._counts[line.tenant].requests[line.kind]
 
-    def in_flight(self) -> Iterator[tuple[str, list[str]]]:
-        """Return tenants and their requests here."""
-        return ((tenant, list(count.requests)) for tenant, count in list(self._counts.items()) if count.requests)
+    def in_flight(self) -> Iterator[tuple[Line, list[str]]]:
+        """Yield the requests here, by line."""
+        for tenant, count in list(self._counts.items()):
+            for kind, requests in count.requests.items():
+                if requests:
+                    yield Line(tenant, kind), list(requests)
 
     def prune(self) -> None:
         """Forget tenants that have nothing here and owe nothing."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvern.services.router.identity.policy import TenantPolicy
+from kvern.services.router.limits.line import Line
 from kvern.services.router.limits.verdict import CONCURRENCY_RETRY_S, Limit, Refusal
 from kvern.services.runtime.redis_index import RedisClient, keys
 from kvern.services.runtime.redis_index.scripts import Script
@@ -97,10 +98,10 @@ class SharedCounts:
     def __init__(self, redis: RedisClient) -> None:
         self._redis = redis
 
-    async def begin(self, tenant: str, policy: TenantPolicy, request: str, ended: Iterable[str] = ()) -> Refusal | None:
+    async def begin(self, line: Line, policy: TenantPolicy, request: str, ended: Iterable[str] = ()) -> Refusal | None:
         """Count one request more, or return what stands against it. ended: requests that count no more."""
         limits = (policy.max_concurrent or 0, policy.tokens_per_minute or 0)
-        names = [keys.limit_leases(tenant), keys.limit_bucket(tenant)]
+        names = [_leases(line), keys.limit_bucket(line.tenant)]
         verdict, retry_ms = await _BEGIN.run(self._redis, names, request, round(LEASE_S * 1000), *limits, *ended)
         match verdict:
             case b"CONCURRENCY":
@@ -113,9 +114,13 @@ class SharedCounts:
         if policy.tokens_per_minute is not None:
             await _CHARGE.run(self._redis, [keys.limit_bucket(tenant)], num_tokens, policy.tokens_per_minute)
 
-    async def end(self, tenant: str, request: str) -> None:
-        await self._redis.execute_command("ZREM", keys.limit_leases(tenant), request)
+    async def end(self, line: Line, request: str) -> None:
+        await self._redis.execute_command("ZREM", _leases(line), request)
 
-    async def renew(self, tenant: str, requests: Sequence[str]) -> None:
+    async def renew(self, line: Line, requests: Sequence[str]) -> None:
         """Let requests in flight go on to count, also those that were admitted while Redis was away."""
-        await _RENEW.run(self._redis, [keys.limit_leases(tenant)], round(LEASE_S * 1000), *requests)
+        await _RENEW.run(self._redis, [_leases(line)], round(LEASE_S * 1000), *requests)
+
+
+def _leases(line: Line) -> str:
+    return keys.limit_leases(line.tenant, line.kind)

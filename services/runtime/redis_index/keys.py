@@ -45,9 +45,9 @@ def home_shard(entry: RegistryEntry, num_shards: int) -> Shard:
     return Shard(pool_id(entry.model, entry.contract), replica_hash % num_shards)
 
 
-def limit_leases(tenant: str) -> str:
-    """ZSET of a tenant's requests in flight -> when their leases end, in ms. `tenant`: what stands for it here."""
-    return f"kvern:limits:{{{tenant}}}:leases"
+def limit_leases(tenant: str, kind: str) -> str:
+    """ZSET of a tenant's requests of a kind in flight -> when their leases end, in ms. `tenant`: what stands for it."""
+    return f"kvern:limits:{{{tenant}}}:leases:{kind}"
 
 
 def limit_bucket(tenant: str) -> str:

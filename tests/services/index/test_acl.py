@@ -112,7 +112,7 @@ def test_router_cannot_write_the_index(server: Server) -> None:
 def test_router_keeps_tenants_limits_and_engine_cannot_see_them(server: Server) -> None:
     if server.executable == REDIS_6:
         pytest.skip("this server knows no rules in parentheses")
-    key = "kvern:limits:{mill}:leases"
+    key = "kvern:limits:{mill}:leases:generate"
     count = "redis.call('ZADD', KEYS[1], redis.call('TIME')[1], 'r') redis.call('PEXPIRE', KEYS[1], 1000)"
     for command in (("EVAL", f"{count} return redis.call('ZCARD', KEYS[1])", "1", key), ("ZREM", key, "r")):
         assert not server.refuses("router", *command)

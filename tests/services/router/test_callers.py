@@ -160,11 +160,11 @@ async def test_requests_beyond_a_tenants_limits_are_refused_with_a_reason(guarde
     request = inference_pb2.GenerateRequest(text="Hi")
     call = guarded.inference.Generate(request, metadata=key_of("single"), timeout=20)
     await call.read()
-    tokenize = guarded.inference.Tokenize(inference_pb2.TokenizeRequest(text="Hi"), metadata=key_of("single"))
-    detokenize = guarded.inference.Detokenize(inference_pb2.DetokenizeRequest(ids=[65]), metadata=key_of("single"))
-    for refusal in (await _refusal(guarded, key_of("single")), await _failure(tokenize), await _failure(detokenize)):
-        assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert _details(refusal) == ("TENANT_CONCURRENCY", 1.0)
+    refusal = await _refusal(guarded, key_of("single"))
+    assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert _details(refusal) == ("TENANT_CONCURRENCY", 1.0)
+    tokenize = inference_pb2.TokenizeRequest(text="Hi")
+    await guarded.inference.Tokenize(tokenize, metadata=key_of("single"))  # has a place of its own
     for replica in guarded.replicas:
         replica.reset()
     await _generate(guarded, key_of("acme"))
@@ -179,6 +179,22 @@ async def test_requests_beyond_a_tenants_limits_are_refused_with_a_reason(guarde
         assert now("kvern_router_sheds_total", model=MODEL, reason=reason) == 1
     # What alerts subtract from the failures, model by model.
     assert now("kvern_router_requests_total", model=MODEL, code="RESOURCE_EXHAUSTED") == 2
+
+
+async def test_calls_beyond_a_tenants_limit_that_generate_nothing_are_refused(guarded: Guarded) -> None:
+    metadata = key_of("single")
+    tokenize = inference_pb2.TokenizeRequest(text="Hi")
+    guarded.tokenizer.hangs = True
+    try:
+        calls = (guarded.inference.Tokenize(tokenize, metadata=metadata, timeout=20) for _ in range(2))
+        tasks = [asyncio.create_task(_failure(call)) for call in calls]
+        [refused], [admitted] = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert _details(await refused) == ("TENANT_CONCURRENCY", 1.0)
+        detokenize = guarded.inference.Detokenize(inference_pb2.DetokenizeRequest(ids=[65]), metadata=metadata)
+        assert _details(await _failure(detokenize)) == ("TENANT_CONCURRENCY", 1.0)
+        admitted.cancel()
+    finally:
+        guarded.tokenizer.hangs = False
 
 
 async def test_tokens_of_a_stream_that_is_resumed_count_as_its_prompts_do(guarded: Guarded) -> None:
