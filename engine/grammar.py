@@ -136,4 +136,6 @@ def _bits(token_ids: Collection[int], vocab_size: int) -> NDArray[np.int32]:
 
 def _error_of(matcher: LLMatcher) -> str:
     """Return what is wrong, without the grammar that the library quotes after it: a client may have written another."""
-    return _QUOTED_LINE.split(matcher.get_error(), maxsplit=1)[0].strip()[:_MAX_ERROR_CHARS]
+    return (
+        _QUOTED_LINE.split(matcher.get_error(), maxsplit=1)[0].replace("<non-verbose/>", "").strip()[:_MAX_ERROR_CHARS]
+    )

@@ -131,6 +131,10 @@ class PromptLogprobs:
         return PromptLogprobs(self.request_id, start, self.items[start - self.start :])
 
 
+NOTHING_ALLOWED = "NOTHING_ALLOWED"
+"""Reason of errors where what a request itself asks for leaves no token that may come."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrawError:
     """Why no token could be drawn for an entry."""
@@ -177,6 +181,8 @@ class ChoiceEnded:
     stop_token_id: int | None = None
     preemptions: int = 0
     error: str = ""
+    error_reason: str = ""
+    """NOTHING_ALLOWED, or empty: then the fault is not the request's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,16 @@ from kvern.engine.block_pool import BlockPool
 from kvern.engine.block_tables import BlockTables
 from kvern.engine.errors import RequestRefused
 from kvern.engine.ordered_requests import OrderedRequests
-from kvern.engine.plan import ChoiceEnded, FirstScheduled, Load, Plan, PlanEntry, SampledTokens, StepResult
+from kvern.engine.plan import (
+    NOTHING_ALLOWED,
+    ChoiceEnded,
+    FirstScheduled,
+    Load,
+    Plan,
+    PlanEntry,
+    SampledTokens,
+    StepResult,
+)
 from kvern.engine.request import FinishReason, Request, RequestStatus
 from kvern.engine.step_budget import MIN_CHUNK_TOKENS, StepBudget
 from kvern.engine.step_cost import StepCost
@@ -356,7 +365,8 @@ class Scheduler:
             if error.is_corrupt:
                 self._num_failed_choices += 1
                 self._tables.drop_computed_by(request, self._holders())
-            self._end(request, result, FinishReason.ERROR, error=error.message)
+            reason = "" if error.is_corrupt else NOTHING_ALLOWED
+            self._end(request, result, FinishReason.ERROR, error=error.message, error_reason=reason)
 
     def _tell_prompts(self, entries: Sequence[PlanEntry], sampled: SampledTokens, result: StepResult) -> None:
         for index, told in sampled.prompt_logprobs.items():
@@ -393,7 +403,8 @@ class Scheduler:
         grammar = request.grammar
         if grammar is None or request.stopping.max_tokens == 0 or grammar.advance(token_id):
             return True
-        self._end(request, result, FinishReason.ERROR, error=f"the grammar can go no further: {grammar.error}")
+        error = f"no token may follow in what the output is held to: {grammar.error}"
+        self._end(request, result, FinishReason.ERROR, error=error, error_reason=NOTHING_ALLOWED)
         return False
 
     def _end_at(self, request: Request, token_id: int, result: StepResult) -> None:
@@ -410,9 +421,11 @@ class Scheduler:
         reason: FinishReason,
         stop_token_id: int | None = None,
         error: str = "",
+        error_reason: str = "",
     ) -> None:
         self._remove(request)
-        result.ended.append(ChoiceEnded(request.request_id, reason, stop_token_id, request.num_preemptions, error))
+        told = (request.num_preemptions, error, error_reason)
+        result.ended.append(ChoiceEnded(request.request_id, reason, stop_token_id, *told))
 
     def _holders(self) -> list[Request]:
         return [request for request in self._requests.values() if request.block_ids]

@@ -225,7 +225,7 @@ class Generation(Generic[_Frame]):
         if choice.matched_stop is not None:
             finished.reason, finished.stop = inference_pb2.FINISH_REASON_STOP, choice.matched_stop
         elif end is not None:
-            finished.reason, finished.error = end.reason, end.error
+            finished.reason, finished.error, finished.error_reason = end.reason, end.error, end.error_reason
             if end.HasField("stop_token_id"):
                 finished.stop_token_id = end.stop_token_id
         return finished

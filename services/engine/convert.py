@@ -178,6 +178,7 @@ def to_choice_end(ended: ChoiceEnded, stream_id: int, choice: int) -> engine_pb2
         stop_token_id=ended.stop_token_id,
         preemptions=ended.preemptions,
         error=ended.error,
+        error_reason=ended.error_reason,
     )
 
 

@@ -12,6 +12,8 @@ _FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINIS
 def finish_reason(finished: Finished) -> str:
     """Return why a choice ended. Raises ApiError if it failed."""
     reason = _FINISH_REASONS.get(finished.reason)
+    if reason is None and finished.error_reason:
+        raise ApiError(400, finished.error, code=finished.error_reason.lower())
     if reason is None:
         raise ApiError(500, finished.error or "the request was ended by an operator")
     return reason

@@ -13,7 +13,7 @@ from kvern.engine.constraint import Constraint, ConstraintKind
 from kvern.engine.core import Add, EngineCore, Output, Stop
 from kvern.engine.grammar import GrammarCompiler
 from kvern.engine.model.loader import LoadedModel
-from kvern.engine.plan import ChoiceEnded, StepResult
+from kvern.engine.plan import NOTHING_ALLOWED, ChoiceEnded, StepResult
 from kvern.engine.request import FinishReason, Request, SamplingParams, StoppingParams
 from kvern.engine.startup import build_engine
 
@@ -131,5 +131,5 @@ def test_grammar_at_odds_with_the_allowed_tokens_fails_that_request_alone(
     run.add("ab", StoppingParams(20), SamplingParams(allowed_token_ids=[TOKENS.index("c")]))
     run.add("ab", StoppingParams(20))
     texts, ended = run.finish()
-    assert (ended[0].reason, texts[0]) == (FinishReason.ERROR, "")
+    assert (ended[0].reason, ended[0].error_reason, texts[0]) == (FinishReason.ERROR, NOTHING_ALLOWED, "")
     assert (ended[1].reason, plain(texts[1])) == (FinishReason.STOP, "ab")

@@ -13,7 +13,7 @@ from kvern.engine import runner
 from kvern.engine.block_pool import BlockPool
 from kvern.engine.config import EngineConfig
 from kvern.engine.model.loader import LoadedModel
-from kvern.engine.plan import PromptLogprobs, SampledTokens, TokenLogprobs
+from kvern.engine.plan import NOTHING_ALLOWED, PromptLogprobs, SampledTokens, TokenLogprobs
 from kvern.engine.request import FinishReason, Request, SamplingParams, StoppingParams
 from kvern.engine.scheduler import Scheduler, SchedulerConfig
 from kvern.engine.startup import build_engine
@@ -259,4 +259,5 @@ def test_masks_that_leave_no_token_end_the_request_and_no_other(model: LoadedMod
     engine.run()
     assert bad.ended is not None
     assert (bad.ended.reason, bad.ended.error) == (FinishReason.ERROR, "no token is left that may be sampled")
+    assert bad.ended.error_reason == NOTHING_ALLOWED
     assert good.token_ids == expected

@@ -137,6 +137,7 @@ def test_failed_logits_end_the_choice_and_its_blocks_leave_the_cache(depth: int)
     engine.run()
     assert engine.ended[bad.request_id].reason is FinishReason.ERROR
     assert engine.ended[bad.request_id].error == "logits are not numbers"
+    assert engine.ended[bad.request_id].error_reason == ""
     assert engine.outputs[follower.request_id] == expected_output([*prompt, 45], 16)
     again = engine.add(prompt)
     engine.run()

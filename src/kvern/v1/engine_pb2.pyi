@@ -466,6 +466,7 @@ class ChoiceEnd(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     index: _builtins.int
     reason: _inference_pb2.FinishReason.ValueType
@@ -475,6 +476,8 @@ class ChoiceEnd(_message.Message):
     preemptions: _builtins.int
     error: _builtins.str
     """Why, where the reason is ERROR."""
+    error_reason: _builtins.str
+    """As in Finished."""
     @_builtins.property
     def refusal(self) -> Global___Refusal:
         """The request was not taken: nothing of it was computed."""
@@ -489,10 +492,11 @@ class ChoiceEnd(_message.Message):
         stop_token_id: _builtins.int | None = ...,
         preemptions: _builtins.int = ...,
         error: _builtins.str = ...,
+        error_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cause", b"cause", "reason", b"reason", "refusal", b"refusal", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cause", b"cause", "error", b"error", "id", b"id", "index", b"index", "preemptions", b"preemptions", "reason", b"reason", "refusal", b"refusal", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "cause", b"cause", "error", b"error", "error_reason", b"error_reason", "id", b"id", "index", b"index", "preemptions", b"preemptions", "reason", b"reason", "refusal", b"refusal", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

@@ -815,12 +815,17 @@ class Finished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     reason: Global___FinishReason.ValueType
     stop: _builtins.str
     stop_token_id: _builtins.int
     error: _builtins.str
     """Why, where the reason is ERROR."""
+    error_reason: _builtins.str
+    """NOTHING_ALLOWED where what the request asks for leaves no token that may come, as where a constraint's text cannot
+    be written in the model's tokens. Empty: the fault is not the request's.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -835,10 +840,11 @@ class Finished(_message.Message):
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
         error: _builtins.str = ...,
+        error_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "stop", b"stop", "stop_token_id", b"stop_token_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "index", b"index", "matched", b"matched", "reason", b"reason", "stop", b"stop", "stop_token_id", b"stop_token_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "error_reason", b"error_reason", "index", b"index", "matched", b"matched", "reason", b"reason", "stop", b"stop", "stop_token_id", b"stop_token_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched: _TypeAlias = _typing.Literal["stop", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_matched: _TypeAlias = _typing.Literal["matched", b"matched"]  # noqa: Y015

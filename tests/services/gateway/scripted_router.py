@@ -53,10 +53,14 @@ def logprob(token: str | bytes, value: float, **top: float) -> TokenLogprobs:
 
 
 def finished(
-    reason: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_STOP, index: int = 0, error: str = ""
+    reason: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_STOP,
+    index: int = 0,
+    error: str = "",
+    error_reason: str = "",
 ) -> GenerateResponse:
     usage = Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=2)
-    return GenerateResponse(finished=Finished(index=index, reason=reason, usage=usage, error=error))
+    ended = Finished(index=index, reason=reason, usage=usage, error=error, error_reason=error_reason)
+    return GenerateResponse(finished=ended)
 
 
 def says(text: str, size: int = 0) -> Behaviour:

@@ -73,14 +73,20 @@ async def test_stream_failure_in_the_middle_is_the_last_event(setup: Setup, path
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_choice_that_failed_is_an_error(setup: Setup, path: str, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("reason", "kind", "status"), [("", "server_error", 500), ("NOTHING_ALLOWED", "invalid_request_error", 400)]
+)
+async def test_choice_that_failed_is_an_error(
+    setup: Setup, path: str, stream: bool, reason: str, kind: str, status: int
+) -> None:
     """D18."""
-    failed = finished(inference_pb2.FINISH_REASON_ERROR, error="logits are NaN")
+    failed = finished(inference_pb2.FINISH_REASON_ERROR, error="logits are NaN", error_reason=reason)
     setup.router.behaviour = responds(STARTED, delta("x"), failed)
     response = await setup.client.post(path, json=BODIES[path] | {"stream": stream})
     last = json.loads(response.text.strip().rpartition("\n\n")[2].removeprefix("data: "))
     assert last["error"]["message"] == "logits are NaN"
-    assert last["error"]["type"] == "server_error"
+    assert last["error"]["type"] == kind
+    assert response.status_code == (200 if stream else status)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
