@@ -65,12 +65,13 @@ def _tame(body: Any) -> None:
     if not isinstance(body, dict):
         return
     body.pop("model", None)
-    for message in body.get("messages") or ():
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
             message["content"] = message.get("content") or "Hello"
             message.pop("tool_calls", None)  # their arguments are JSON, of which the description says nothing
     for name, most in MOST.items():
         if isinstance(value := body.get(name), int):
             body[name] = min(value, most)
-    if body.get("max_completion_tokens") is None:
-        body.setdefault("max_tokens", 2)
+    if body.get("max_completion_tokens") is None and body.get("max_tokens") is None:
+        body["max_tokens"] = 2
