@@ -20,6 +20,7 @@ from kvern.services.runtime import errors
 from kvern.services.runtime.channel import open_channel
 from kvern.services.runtime.interceptors import Admit, ErrorInterceptor, admit_all
 from kvern.v1 import engine_pb2, engine_pb2_grpc, replica_pb2, replica_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from tests.for_ever import for_ever
 
 Unary = Callable[[], Awaitable[None]]
 TIMEOUT_S = 10.0
@@ -34,7 +35,7 @@ class Peer(
     """A handler of each kind that does what the test says."""
 
     def __init__(self) -> None:
-        self.behave: Unary = asyncio.Event().wait  # type: ignore[assignment]
+        self.behave: Unary = for_ever
         self.generators: list[AsyncIterator[replica_pb2.ServeResponse]] = []
         self.entered = asyncio.Event()
         self.ended = asyncio.Event()

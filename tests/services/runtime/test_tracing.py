@@ -27,6 +27,7 @@ from kvern.services.runtime.tls import ClientTls, KeyPair
 from kvern.services.runtime.tracing import NO_SPAN, Kind, Tracer, current_span
 from kvern.v1 import inference_pb2, inference_pb2_grpc, replica_pb2, replica_pb2_grpc
 from tests.collector import ERROR, QUICKLY, UNSET, Collector, Seen, collecting, new_client_span
+from tests.for_ever import for_ever
 from tests.services.certificates import Authority
 from tests.up_process import PATIENCE_S, free_port, wait_until
 
@@ -65,6 +66,8 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer, replica_pb2_grpc.Replica
         self._behave = behave
         self.span = NO_SPAN
         self.error: BaseException | None = None
+        self.begun: asyncio.Queue[None] = asyncio.Queue()
+        """One item for each call that has told its first message."""
         self.ended = asyncio.Event()
 
     async def Generate(
@@ -74,6 +77,7 @@ class Peer(inference_pb2_grpc.InferenceServiceServicer, replica_pb2_grpc.Replica
         try:
             yield inference_pb2.GenerateResponse()
             with current_span().child("inner"):
+                self.begun.put_nowait(None)
                 await self._behave()
         except BaseException as error:
             self.error = error
@@ -167,10 +171,11 @@ async def test_cancelled_call_sees_its_cancellation_and_is_no_error(
     collector, endpoint = collected
     client = new_client_span()
     async with tracer_to(endpoint) as tracer:
-        peer = Peer(asyncio.Event().wait)
+        peer = Peer(for_ever)
         async with serving(peer, tracer, tmp_path) as channel:
             call = generate(channel, client.metadata)
             await call.read()
+            await peer.begun.get()
             call.cancel()
             async with asyncio.timeout(PATIENCE_S):
                 await peer.ended.wait()
@@ -211,9 +216,11 @@ async def test_fifty_abandoned_streams_end_their_spans_without_a_word(
 ) -> None:
     """H13."""
     collector, endpoint = collected
-    async with tracer_to(endpoint) as tracer, serving(Peer(asyncio.Event().wait), tracer, tmp_path) as channel:
+    peer = Peer(for_ever)
+    async with tracer_to(endpoint) as tracer, serving(peer, tracer, tmp_path) as channel:
         for _ in range(50):
             await generate(channel).read()
+            await peer.begun.get()
     spans = all_spans(collector)
     assert len(spans) == 100
     assert {span.attributes["rpc.grpc.status_code"] for span in spans if span.name == GENERATE} == {1}
@@ -223,7 +230,7 @@ async def test_fifty_abandoned_streams_end_their_spans_without_a_word(
 async def test_polls_begin_no_trace_and_go_on_with_one(collected: tuple[Collector, str], tmp_path: Path) -> None:
     collector, endpoint = collected
     client = new_client_span()
-    peer = Peer(asyncio.Event().wait)
+    peer = Peer(for_ever)
     async with tracer_to(endpoint) as tracer, serving(peer, tracer, tmp_path) as channel:
         stub = replica_pb2_grpc.ReplicaServiceStub(channel)
         await stub.GetReplicaInfo(replica_pb2.GetReplicaInfoRequest())
