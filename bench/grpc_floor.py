@@ -61,7 +61,9 @@ async def _write(address: str, num_streams: int, num_bursts: int, results: Conne
     taken_s = time.process_time() - start_s
     for queue in streams.queues:
         queue.put_nowait(None)
-    await server.stop(grace=5)
+    # A connection closed now could break what the client still writes, and gRPC then drops what it has not read yet.
+    await asyncio.to_thread(results.recv)  # the client has read all
+    await server.stop(grace=None)
     return taken_s
 
 
@@ -92,14 +94,16 @@ def measure(num_streams: int, num_bursts: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         connections, processes = {}, []
         for end in ("server", "client"):
-            connections[end], theirs = context.Pipe(duplex=False)
+            connections[end], theirs = context.Pipe()
             arguments = end, f"unix:{folder}/floor.sock", num_streams, num_bursts, theirs
-            processes.append(context.Process(target=_run, args=arguments))
+            processes.append(context.Process(target=_run, args=arguments, daemon=True))
             processes[-1].start()
             theirs.close()
             if end == "server":
                 connections[end].recv()  # it has started
-        costs: dict[str, float] = {end: connection.recv() for end, connection in connections.items()}
+        costs: dict[str, float] = {"client": connections["client"].recv()}
+        connections["server"].send("read")
+        costs["server"] = connections["server"].recv()
         for process in processes:
             process.join()
     return costs
