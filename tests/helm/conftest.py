@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvern.client import Client, KvernError
+from kvern.services.router.identity.jwks import Jwks, tell_age
 from kvern.services.runtime.certificates import watch_certificates
 from kvern.services.runtime.metrics import render
 from tests.helm.promql import Exposed
@@ -27,9 +28,9 @@ _PROMPT = "A quern is a hand mill: two stones, of which the upper one turns. It 
 
 @pytest.fixture(scope="session")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
-    """All series of a set with an index that has had some requests, and those of a certificate."""
+    """All series of a set with an index that has had some requests, and those of a certificate and of tokens."""
     folder = tmp_path_factory.mktemp("exposed")
-    texts = [*_live_texts(folder), _certificate_text(folder)]
+    texts = [*_live_texts(folder), _certificate_text(folder), _tokens_text(folder)]
     series = defaultdict(list)
     for text in texts:
         for family in text_string_to_metric_families(text):
@@ -70,4 +71,11 @@ def _certificate_text(folder: Path) -> str:
     subprocess.run(command, check=True, capture_output=True)
     registry = CollectorRegistry()
     watch_certificates(registry, [str(certificate)])
+    return render(registry).decode()
+
+
+def _tokens_text(folder: Path) -> str:
+    """Return what a router tells that takes tokens."""
+    registry = CollectorRegistry()
+    tell_age(registry, Jwks(str(folder / "jwks.json")))
     return render(registry).decode()

@@ -42,7 +42,8 @@ def rules(values: dict[str, Any] | None = None, **alerts: Any) -> list[Rule]:
     return [rule for group in document["spec"]["groups"] for rule in group["rules"]]
 
 
-ALL = rules({"redis": _EXTERNAL_REDIS, "pools": _TWO_POOLS})
+_TOKENS = {"jwt": {"issuer": "https://issuer", "audience": "kvern", "jwks": "https://issuer/keys"}}
+ALL = rules({"redis": _EXTERNAL_REDIS, "pools": _TWO_POOLS, "auth": _TOKENS})
 FIRING = [rule for rule in ALL if "alert" in rule and rule["alert"] != "KvernNoData"]
 BLIND = [rule for rule in ALL if rule.get("alert") == "KvernNoData"]
 RECORDED = {rule["record"]: [{**rule["labels"], "model": "big"}] for rule in ALL if "record" in rule}
@@ -138,12 +139,15 @@ def test_wanted_replicas_are_those_of_all_pools_of_a_model() -> None:
 
 
 def test_alerts_of_what_a_release_has_not_are_left_out() -> None:
-    with_certificates = {rule["alert"] for rule in FIRING}
+    with_all = {rule["alert"] for rule in FIRING}
     own_redis = {rule["alert"] for rule in rules() if "alert" in rule}
     no_redis = {rule["alert"] for rule in rules({"redis": {"mode": "none"}}) if "alert" in rule}
     tls = {"enabled": True, "router": {"secret": "r"}, "replica": {"secret": "s"}}
     secure = {rule["alert"] for rule in rules({"tls": tls}) if "alert" in rule}
-    assert with_certificates - own_redis == secure - own_redis == {"KvernCertificateExpires"}
+    tokens = {rule["alert"] for rule in rules({"auth": _TOKENS}) if "alert" in rule}
+    assert secure - own_redis == {"KvernCertificateExpires"}
+    assert tokens - own_redis == {"KvernIssuerKeysOld"}
+    assert with_all - own_redis == {"KvernCertificateExpires", "KvernIssuerKeysOld"}
     assert own_redis - no_redis == {"KvernRedisDown", "KvernIndexLookupsFail", "KvernPredictionsOff"}
     assert not any("redis" in rule["expr"] for rule in rules({"redis": {"mode": "none"}}))
 
@@ -291,6 +295,8 @@ CASES: list[tuple[str, str, dict[str, str], bool]] = [
         of("kvern_certificate_expiry_timestamp_seconds", "8640000x20", ', file="f"'),
         False,
     ),
+    ("KvernIssuerKeysOld", "45m", of("kvern_router_issuer_keys_fetched_timestamp_seconds", "0x60"), True),
+    ("KvernIssuerKeysOld", "45m", of("kvern_router_issuer_keys_fetched_timestamp_seconds", "0+60x60"), False),
     ("KvernNoData", "30m", {}, True),
 ]
 

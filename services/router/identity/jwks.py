@@ -13,6 +13,7 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from jwt import PyJWK
 from jwt.exceptions import PyJWTError
+from prometheus_client import CollectorRegistry, Gauge
 
 from kvern.services.runtime.errors import Unavailable
 from kvern.services.runtime.log_text import logged
@@ -48,9 +49,11 @@ class Jwks:
 
     def __init__(self, source: str) -> None:
         """source: https URL, http URL of this machine, or a file's path."""
+        self.fetched_at = 0.0
+        """When the keys were last had, in seconds of Unix time."""
         self._source = source
         self._keys: dict[str, PublicKey] | None = None
-        self._fetched_at = -MIN_INTERVAL_S
+        self._asked_at = -MIN_INTERVAL_S
         self._fetching: asyncio.Task[None] | None = None
 
     async def find(self, kid: str | None) -> PublicKey | None:
@@ -81,9 +84,9 @@ class Jwks:
     async def _fetch_if_due(self) -> None:
         """Fetch, or wait for the fetch under way; do nothing where the last one was a moment ago."""
         if self._fetching is None:
-            if time.monotonic() - self._fetched_at < MIN_INTERVAL_S:
+            if time.monotonic() - self._asked_at < MIN_INTERVAL_S:
                 return
-            self._fetched_at = time.monotonic()
+            self._asked_at = time.monotonic()
             self._fetching = asyncio.create_task(self._fetch())
         await asyncio.shield(self._fetching)
 
@@ -92,12 +95,23 @@ class Jwks:
             async with asyncio.timeout(FETCH_TIMEOUT_S):
                 data = await asyncio.to_thread(_read, self._source)
             self._keys = parse_keys(data)
+            self.fetched_at = time.time()
         except Exception as error:  # whatever it is that answers there, the router goes on
             stays = "none are known" if self._keys is None else "those known stay in force"
             said = logged(str(error)) or type(error).__name__
             _log.error(f"cannot get the issuer's keys; {stays}", source=self._source, error=said)
         finally:
             self._fetching = None
+
+
+def tell_age(registry: CollectorRegistry, keys: Jwks) -> None:
+    """Have scrapers see since when the issuer's keys have not been had again."""
+    Gauge(
+        "kvern_router_issuer_keys_fetched_timestamp_seconds",
+        "When the keys of the tokens' issuer were last fetched, in seconds of Unix time; 0 while they never were."
+        " Absent where no tokens are taken.",
+        registry=registry,
+    ).set_function(lambda: keys.fetched_at)
 
 
 def parse_keys(data: bytes) -> dict[str, PublicKey]:

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from kvern.services.router.identity.api_keys import ApiKeys
 from kvern.services.router.identity.authenticator import Authenticator
 from kvern.services.router.identity.door import Door, count_failures
-from kvern.services.router.identity.jwks import Jwks
+from kvern.services.router.identity.jwks import Jwks, tell_age
 from kvern.services.router.identity.jwt_tokens import JwtTokens, TokenRules
 from kvern.services.router.identity.salts import Salts
 from kvern.services.router.identity.tenants import Tenants
@@ -50,6 +50,7 @@ def open_identity(settings: RouterSettings, registry: CollectorRegistry) -> Iden
     tokens = None
     if (rules := _token_rules(settings)) is not None and settings.jwt_jwks is not None:
         jwks = Jwks(settings.jwt_jwks)
+        tell_age(registry, jwks)
         tokens = JwtTokens(rules, jwks)
         watches.append(jwks.watch())
     door = Door(Authenticator(keys, tokens, tenants), tenants, failures)

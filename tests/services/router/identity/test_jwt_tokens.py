@@ -7,9 +7,11 @@ import hmac
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from cryptography.hazmat.primitives import serialization
+from prometheus_client import CollectorRegistry
 
 from kvern.services.router.identity import jwks
 from kvern.services.router.identity.caller import Role
@@ -157,6 +159,29 @@ async def test_keys_that_cannot_be_had_leave_those_known_in_force(
     issuer.answer, issuer.speaks_http = answer, speaks_http
     assert await _cause(tokens, issuer.token(kid="unknown")) is Cause.UNKNOWN
     await tokens.identify(issuer.token())
+
+
+async def test_age_of_the_keys_counts_from_when_they_were_last_had(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jwks, "MIN_INTERVAL_S", 0.0)
+    registry, keys = CollectorRegistry(), Jwks(issuer.url)
+    jwks.tell_age(registry, keys)
+
+    async def fetched_at(answer: bytes | None) -> float:
+        issuer.answer, issuer.speaks_http = answer, True
+        with suppress(Unavailable):
+            await keys.find("unknown")
+        value = registry.get_sample_value("kvern_router_issuer_keys_fetched_timestamp_seconds")
+        assert value is not None
+        return value
+
+    assert await fetched_at(b"no JSON") == 0
+    began_at = time.time()
+    first = await fetched_at(None)
+    assert began_at <= first <= time.time()
+    assert await fetched_at(b"no JSON") == first
+    assert await fetched_at(None) > first
 
 
 async def test_issuer_away_from_the_start_is_no_fault_of_the_callers(issuer: Issuer) -> None:
