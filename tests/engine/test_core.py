@@ -123,16 +123,21 @@ def test_run_abort_frees_blocks_after_the_step_under_way() -> None:
 
 
 def test_run_parked_request_waits_until_it_is_resumed() -> None:
-    core = make_core()
+    """It is parked in its first step."""
+    runner = SteppedRunner()
+    core = make_core(runner)
     with running(core) as outputs:
         core.send(Add(make_request(0, [1], 40)))
+        assert runner.begun.acquire(timeout=10)
         core.send(Park(0))
         core.send(Add(make_request(1, [2], 3)))
-        assert collect(outputs, 1)[0][1] == expected_output([2], 3)
+        runner.permits.release(100)
+        expected = expected_output([1], 40)
+        assert collect(outputs, 1)[0] == {0: expected[:1], 1: expected_output([2], 3)}
         core.send(Unpark(0))
         core.send(ResetCache())
         core.send(Add(make_request(2, [3], 50)))
-        assert collect(outputs, 2)[0][2] == expected_output([3], 50)
+        assert collect(outputs, 2)[0] == {0: expected[1:], 2: expected_output([3], 50)}
 
 
 class Mirror:
