@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -160,8 +160,13 @@ def test_each_of_two_ranks_holds_half_of_the_kv(alone: EngineHarness, shared: En
 
 def other_ranks() -> list[int]:
     """Return the process ids of this process's children that are ranks."""
-    children = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
-    return [int(pid) for pid in children if b"tensor_parallel" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    ranks = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it is gone by now
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and b"tensor_parallel.worker" in (process / "cmdline").read_bytes():
+                ranks.append(int(process.name))
+    return ranks
 
 
 def kill_other_rank() -> None:
