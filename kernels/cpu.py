@@ -65,19 +65,19 @@ class Operation(NamedTuple):
 
 
 def compiled(function: Any) -> Any:
-    """Compile a function. Nothing fuses: every product and every sum is rounded, in whatever loop.
+    """Compile a function that kernels call. Nothing fuses: every product and every sum is rounded, in whatever loop.
 
-    What was compiled before is found by where a function is written, not by what it calls in other files.
+    It is kept in their files, not in some of its own: those of a function for several types get mixed up where two
+    processes write them at once.
     """
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder that could be written to
-        return numba.njit(**options)(function)
+    return numba.njit(nogil=True, error_model="numpy")(function)
 
 
 def thread_kernel(function: Any) -> Any:
-    """Compile an operation's kernel: a function of the address of its count and arguments, which each thread calls."""
+    """Compile an operation's kernel: a function of the address of its count and arguments, which each thread calls.
+
+    What was compiled before is found by where a function is written, not by what it calls in other files.
+    """
     signature, options = types.void(types.int64), {"nopython": True, "error_model": "numpy"}
     try:
         return numba.cfunc(signature, cache=True, **options)(function)

@@ -23,8 +23,8 @@ _CHUNK = 1024
 
 def token_weights(scaled: Tensor) -> Tensor:
     """Return the weights of float32 values: int64. The same bits as in `weights`."""
-    out = torch.empty(scaled.shape, dtype=torch.int64)
-    _weigh(scaled.contiguous().view(-1).numpy(), out.view(-1).numpy())
+    scaled, out = scaled.contiguous(), torch.empty(scaled.shape, dtype=torch.int64)
+    run(Operation(_weigh, (scaled.data_ptr(), scaled.numel(), out.data_ptr())), 1)
     return out
 
 
@@ -64,10 +64,12 @@ def _weight(scaled):  # type: ignore[no-untyped-def]
     return np.int64(mantissa * power.view(np.float32))
 
 
-@compiled
-def _weigh(scaled, out):  # type: ignore[no-untyped-def]
-    for place in range(len(scaled)):
-        out[place] = _weight(scaled[place])
+@thread_kernel
+def _weigh(arguments):  # type: ignore[no-untyped-def]
+    _, scaled, size, out = integers(arguments, 4)
+    values, weights = floats(scaled, size), integers(out, size)
+    for place in range(size):
+        weights[place] = _weight(values[place])
 
 
 @compiled

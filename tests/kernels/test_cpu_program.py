@@ -41,3 +41,8 @@ def test_symbol_is_told_in_each_place_and_at_each_run() -> None:
     for added, total in ((3, 6), (10, 26)):
         program.run(2, {"added": added})
         assert np.array_equal(x, np.arange(9) + total)
+
+
+def test_functions_that_kernels_call_have_no_files_of_their_own() -> None:
+    """Two processes that wrote these at once would leave what was compiled for one type under another."""
+    assert integers.stats.cache_path is None
