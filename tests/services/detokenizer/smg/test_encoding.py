@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
+import grpc
 import pytest
+from smg_grpc_proto import vllm_engine_pb2
 
 from kvern.services.detokenizer.front_door import FrontDoor
 from kvern.services.detokenizer.settings import DetokenizerSettings
 from kvern.services.detokenizer.smg import servicer
 from kvern.services.detokenizer.smg.servicer import SmgServicer
-from kvern.services.runtime.errors import ResourceExhausted
+from kvern.services.runtime.errors import ResourceExhausted, Unavailable
 from kvern.services.runtime.model_source import find_model
 from kvern.services.runtime.text import Tokenizer, load_tokenizer
+from tests.services.detokenizer.scripted_engine import INFO
+from tests.services.detokenizer.setup import TIMEOUT_S
 
 
 class HeldTokenizer:
@@ -32,13 +37,22 @@ class HeldTokenizer:
         return self._tokenizer.encode(text, **options)
 
 
-async def test_text_whose_call_has_gone_has_its_place_until_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def servicer_of(door: Any, tokenizer: HeldTokenizer) -> SmgServicer:
+    settings = DetokenizerSettings.load(["--listen=unix:/tmp/d", "--engine=unix:/tmp/e"], prog="d", environ={})
+    return SmgServicer(cast(FrontDoor, door), find_model("smollm2"), cast(Tokenizer, tokenizer), settings)
+
+
+@pytest.fixture
+async def tokenizer() -> HeldTokenizer:
+    return HeldTokenizer(load_tokenizer(find_model("smollm2")))
+
+
+async def test_text_whose_call_has_gone_has_its_place_until_it_is_encoded(
+    tokenizer: HeldTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody has more texts encoded at a time by aborting."""
     monkeypatch.setattr(servicer, "MAX_TEXTS", 1)
-    source = find_model("smollm2")
-    tokenizer = HeldTokenizer(load_tokenizer(source))
-    settings = DetokenizerSettings.load(["--listen=unix:/tmp/d", "--engine=unix:/tmp/e"], prog="d", environ={})
-    door = SmgServicer(cast(FrontDoor, None), source, cast(Tokenizer, tokenizer), settings)
+    door = servicer_of(None, tokenizer)
     gone = asyncio.create_task(door._encode("Once"))
     await tokenizer.begun.wait()
     gone.cancel()
@@ -46,6 +60,20 @@ async def test_text_whose_call_has_gone_has_its_place_until_it_is_encoded(monkey
     with pytest.raises(ResourceExhausted):
         await door._encode("upon")
     tokenizer.may_end.set()
-    async with asyncio.timeout(20), door._encoding:
+    async with asyncio.timeout(TIMEOUT_S), door._encoding:
         pass
     assert len(await door._encode("a time")) > 0
+
+
+async def test_text_that_is_being_encoded_when_the_drain_begins_is_refused(tokenizer: HeldTokenizer) -> None:
+    """What began after the drain of the door, nothing would end."""
+    door = SimpleNamespace(engine=SimpleNamespace(info=INFO), is_draining=False)
+    context = SimpleNamespace(time_remaining=lambda: None)
+    request = vllm_engine_pb2.GenerateRequest(request_id="r", text="Once")
+    responses = servicer_of(door, tokenizer).Generate(request, cast("grpc.aio.ServicerContext[Any, Any]", context))
+    first = asyncio.ensure_future(anext(responses))
+    await tokenizer.begun.wait()
+    door.is_draining = True
+    tokenizer.may_end.set()
+    with pytest.raises(Unavailable, match="this replica drains"):
+        await first
