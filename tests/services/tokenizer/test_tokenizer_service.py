@@ -182,7 +182,7 @@ async def test_health_answers_while_large_texts_are_encoded(
     health = health_pb2_grpc.HealthStub(channel)
     encoding = [asyncio.ensure_future(stub.EncodePrompt(request, timeout=60)) for _ in range(2)]
     num_answers = 0
-    while not any(call.done() for call in encoding):
+    while not all(call.done() for call in encoding):
         await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         num_answers += 1
     await asyncio.gather(*encoding)
