@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -30,7 +29,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield socket
     finally:
         process.terminate()
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, log
 
 
@@ -171,7 +170,7 @@ async def test_resumed_choices_give_what_the_broken_stream_had_left(address: str
 
 async def test_parked_request_waits_for_unpark_while_others_run(address: str) -> None:
     async with connect(address) as (connection, _):
-        await connection.add(1, [5, 6], 100, temperature=0)
+        await connection.add(1, [5, 6], 400, temperature=0)
         while 1 not in connection.tokens:
             await connection.read()
         await connection.park(1)
@@ -179,9 +178,13 @@ async def test_parked_request_waits_for_unpark_while_others_run(address: str) ->
         await connection.read_until_ended(2)
         assert 1 not in connection.ended
         assert connection.load.num_running == 0
+        more = len(connection.tokens[1]) + 4
         await connection.unpark(1)
-        await connection.read_until_ended(1)
-    assert len(connection.tokens[1]) == 100
+        while len(connection.tokens[1]) < more:
+            await connection.read()
+        await connection.add(3, [5, 6], more, temperature=0)
+        await connection.read_until_ended(3)
+    assert connection.tokens[1][:more] == connection.tokens[3]
 
 
 async def test_same_seed_same_tokens_and_another_seed_others(address: str) -> None:
@@ -281,21 +284,6 @@ async def test_constraint_that_cannot_be_compiled_is_refused_and_its_neighbour_u
     assert connection.tokens[1] == connection.tokens[3]
 
 
-async def test_request_aborted_while_its_grammar_is_compiled_never_runs(address: str) -> None:
-    items = {"enum": [f"value {number}" for number in range(5000)]}
-    schema = {"type": "array", "items": items, "minItems": 200}
-    slow = inference_pb2.Constraint(json_schema=json.dumps(schema))
-    async with connect(address) as (connection, _):
-        await connection.add(1, [100, 200, 300], 400, slow)
-        await connection.abort(1)
-        await connection.add(2, [100, 200, 300], 6, slow)
-        await connection.read_until_ended(2)
-    assert 1 not in connection.tokens
-    assert 1 not in connection.ended
-    assert len(connection.tokens[2]) == 6
-    assert (connection.load.num_running, connection.load.num_waiting) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
@@ -310,7 +298,7 @@ def test_start_with_a_wrong_setting_says_which_and_ends(
     tmp_path: Path, flags: list[str], code: int, message: str
 ) -> None:
     command = [*COMMAND, "--listen", f"unix:{tmp_path}/engine.sock", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode == code
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
