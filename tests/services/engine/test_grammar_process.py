@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from kvern.engine.errors import RequestRefused
 from kvern.engine.startup import Engine
+from kvern.services.engine import grammars as grammars_module
 from kvern.services.engine.grammar_trials import GrammarTrials
 from kvern.services.engine.grammars import Grammars
 from kvern.services.runtime.bounded_process import Message
@@ -45,9 +46,12 @@ BOMBS = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def grammars() -> AsyncIterator[Grammars]:
     engine = SimpleNamespace(vocab_size=49152, eos_token_ids=[0])
-    grammars = Grammars(find_model("smollm2"), cast(Engine, engine))
-    yield grammars
-    await grammars.close()
+    with pytest.MonkeyPatch.context() as patch:
+        # Trials run when nobody else wants to: where tests keep all cores busy, they take ten times as long.
+        patch.setattr(grammars_module, "_COMPILE_TIMEOUT_S", 240.0)
+        grammars = Grammars(find_model("smollm2"), cast(Engine, engine))
+        yield grammars
+        await grammars.close()
 
 
 async def test_bombs_are_refused_and_the_next_constraints_are_not(grammars: Grammars) -> None:

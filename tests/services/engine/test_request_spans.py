@@ -10,8 +10,10 @@ import pytest_asyncio
 from kvern.engine.plan import ChoiceEnded, FirstScheduled, StepResult
 from kvern.engine.request import FinishReason
 from kvern.services.engine.request_spans import RequestSpans
+from kvern.services.runtime import otlp
 from kvern.services.runtime.otlp import OtlpTracer
 from tests.collector import Collector, Trace, collecting, new_client_span
+from tests.up_process import PATIENCE_S
 
 CLIENT = new_client_span()
 
@@ -23,7 +25,8 @@ def collected() -> Iterator[tuple[Collector, str]]:
 
 
 @pytest_asyncio.fixture
-async def tracer(collected: tuple[Collector, str]) -> AsyncIterator[OtlpTracer]:
+async def tracer(collected: tuple[Collector, str], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OtlpTracer]:
+    monkeypatch.setattr(otlp, "CLOSE_S", PATIENCE_S)  # however slow the machine
     tracer = OtlpTracer("engine", collected[1], 1.0)
     yield tracer
     await tracer.close()

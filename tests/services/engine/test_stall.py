@@ -116,7 +116,7 @@ async def serving(
     async with (
         status.serving(status_address),
         open_channel(address) as channel,
-        httpx.AsyncClient(base_url=f"http://{status_address}") as http,
+        httpx.AsyncClient(base_url=f"http://{status_address}", timeout=PATIENCE_S) as http,
     ):
         task = asyncio.create_task(main(settings, status, rule))
         health = health_pb2_grpc.HealthStub(channel)
@@ -150,6 +150,8 @@ async def test_engine_is_unready_while_a_step_is_stuck_and_dead_when_it_stays_so
         async with connect(service.address) as (connection, _):
             await connection.add(1, [5], 3)
             await connection.read_until_ended(1)
+            while connection.load.stalled:  # where the machine was
+                await connection.read()
             service.runner.gate.clear()
             await connection.add(2, [6], 3)
             async with asyncio.timeout(PATIENCE_S):
