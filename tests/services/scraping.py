@@ -63,7 +63,7 @@ def status_address() -> str:
 
 async def scrape(address: str) -> Scrape:
     """Ask once, and be sure that it is text of the old format whatever is asked for."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         answer = await client.get(f"http://{address}/metrics", headers={"accept": "application/openmetrics-text"})
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     return Scrape(answer.text)

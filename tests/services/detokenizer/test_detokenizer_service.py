@@ -287,8 +287,9 @@ async def test_cancelled_call_is_aborted_and_its_neighbour_goes_on(setup: Setup)
 
 async def test_call_whose_deadline_passes_is_aborted(setup: Setup) -> None:
     """E05: it was not cancelled, and it has to end all the same."""
-    call = setup.serve(timeout_s=1)
-    add = await setup.engine.added.get()
+    call = setup.serve(timeout_s=2)
+    async with asyncio.timeout(TIMEOUT_S):
+        add = await setup.engine.added.get()
     assert (await call.error())[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     assert await setup.aborted() == add.id
 

@@ -41,7 +41,7 @@ async def test_moved_request_waits_where_all_streams_are_taken_and_keeps_its_age
 async def test_stream_that_still_runs_at_the_end_of_a_drain_is_sent_elsewhere(tmp_path: Path) -> None:
     engine = ScriptedEngine()
     engine.says_hello.set()
-    async with detokenizing(engine, tmp_path, "--drain-timeout-s", "1") as setup:
+    async with detokenizing(engine, tmp_path, "--drain-timeout-s", "2") as setup:
         await setup.health_becomes(SERVING)
         call, request_id = await setup.begin()
         engine.step([request_id], setup.ids(" one"))

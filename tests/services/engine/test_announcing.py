@@ -18,6 +18,7 @@ from kvern.services.runtime.redis_index.keys import ReplicaKeys, home_shard
 from tests.services.index.indexed_pool import new_reader
 from tests.services.index.redis_servers import RedisServer
 from tests.services.processes import running
+from tests.up_process import PATIENCE_S
 
 from .test_engine_service import COMMAND, connect
 
@@ -119,6 +120,6 @@ async def test_engine_serves_while_there_is_no_redis(tmp_path: Path, server: Red
 )
 def test_engine_with_half_an_announcement_names_what_is_wrong(tmp_path: Path, given: list[str], said: str) -> None:
     command = [*COMMAND, "--listen", f"unix:{tmp_path}/engine.sock", *given]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 2
     assert said in ended.stderr

@@ -82,7 +82,7 @@ class Mirror:
 
     async def follow(self, watch: AsyncIterator[WatchBlocksResponse], last: int) -> None:
         """Apply what is told up to a batch."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.sequence < last:
                 self.apply(await anext(watch))
 

@@ -27,7 +27,7 @@ def releasing() -> Iterator[threading.Event]:
 
 async def result_of(attempt: Callable[[], Awaitable[int]]) -> int:
     """Try until there is room."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             try:
                 return await attempt()

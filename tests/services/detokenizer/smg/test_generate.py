@@ -12,6 +12,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from kvern.v1 import engine_pb2, inference_pb2
 from tests.services.detokenizer.driver import logprobs_at
 from tests.services.detokenizer.scripted_engine import EOS, MAX_MODEL_LEN, VOCAB_SIZE
+from tests.services.detokenizer.setup import TIMEOUT_S
 from tests.services.scraping import scrape, scrape_until
 
 from .door import SALT, Door
@@ -212,7 +213,7 @@ async def test_wrong_request_is_refused_by_name(
 
 
 async def test_request_without_a_prompt_is_refused(door: Door) -> None:
-    call = door.stub.Generate(vllm_engine_pb2.GenerateRequest(request_id="r"), timeout=10)
+    call = door.stub.Generate(vllm_engine_pb2.GenerateRequest(request_id="r"), timeout=TIMEOUT_S)
     with pytest.raises(grpc.aio.AioRpcError, match="prompt: missing"):
         await call.read()
 
@@ -239,7 +240,7 @@ async def test_abort_ends_a_call_whose_reader_has_stopped(door: Door) -> None:
         door.engine.step([call.add.id] * 1000, [9] * 1000)
     await door.abort("r")
     assert await door.setup.aborted() == call.add.id
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while (await door.setup.info()).load.num_streams:
             pass
 
