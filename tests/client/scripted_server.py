@@ -65,6 +65,12 @@ def stalls_after(*script: pb.GenerateResponse) -> Behaviour:
     return behaviour
 
 
+def _call_at_end(context: grpc.ServicerContext, callback: Callable[[], None]) -> None:
+    """Call back when a call has ended; at once where that was before its handler began."""
+    if not context.add_callback(callback):
+        callback()
+
+
 class ScriptedServer(InferenceServiceServicer):
     """Each call takes the next behaviour; the last one stays."""
 
@@ -108,8 +114,8 @@ class ScriptedServer(InferenceServiceServicer):
         self.time_remaining_s = context.time_remaining()
         behaviour = self._behaviours.pop(0) if len(self._behaviours) > 1 else self._behaviours[0]
         ended = threading.Event()
-        context.add_callback(ended.set)
-        context.add_callback(self.ended.set)
+        _call_at_end(context, ended.set)
+        _call_at_end(context, self.ended.set)
         try:
             yield from behaviour(ended)
         except ServiceError as error:
@@ -122,7 +128,7 @@ class ScriptedServer(InferenceServiceServicer):
         self.metadata = dict(context.invocation_metadata())
         if self.stalls:
             ended = threading.Event()
-            context.add_callback(ended.set)
+            _call_at_end(context, ended.set)
             ended.wait()
         if self.num_failures:
             self.num_failures -= 1

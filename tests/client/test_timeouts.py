@@ -9,11 +9,19 @@ import pytest
 
 from kvern.client import Delta, TimedOut
 from kvern.services.runtime.errors import Unavailable
+from tests.up_process import PATIENCE_S
 
 from .conftest import Run, Serve
-from .scripted_server import delta, finished, responds, scheduled, stalls_after, started
+from .scripted_server import ScriptedServer, delta, finished, responds, scheduled, stalls_after, started
 
 SHORT_S = 0.2
+KEPT_S = 2.0
+"""A limit that is kept, even by a machine that is busy for a moment."""
+
+
+def _has_no_call_left(server: ScriptedServer) -> bool:
+    """Wait until a call has ended. On a busy machine none may have come within SHORT_S."""
+    return not server.received or server.ended.wait(PATIENCE_S)
 
 
 def test_generation_that_takes_longer_than_its_time_ends(run: Run, serve: Serve) -> None:
@@ -21,7 +29,7 @@ def test_generation_that_takes_longer_than_its_time_ends(run: Run, serve: Serve)
     with pytest.raises(TimedOut, match="not done within timeout_s") as late:
         run(server, timeout_s=SHORT_S)
     assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert server.ended.wait(10)
+    assert _has_no_call_left(server)
 
 
 def test_server_knows_the_time_limit(run: Run, serve: Serve) -> None:
@@ -37,14 +45,14 @@ def test_time_runs_over_all_calls_of_a_generation(run: Run, serve: Serve) -> Non
     def break_late(ended: threading.Event):
         yield started()
         yield delta("a", 1)
-        ended.wait(SHORT_S)
+        ended.wait(0.3 * KEPT_S)
         raise Unavailable("away")
 
-    server = serve(break_late, stalls_after(started()))
-    with pytest.raises(TimedOut):
-        run(server, timeout_s=5 * SHORT_S)
+    server = serve(break_late, responds(started(), finished()))
+    run(server, timeout_s=KEPT_S)
     assert server.time_remaining_s is not None
-    assert server.time_remaining_s < 4.5 * SHORT_S
+    # Much less: for a time a little less than one that it has sent, gRPC sends that one again.
+    assert server.time_remaining_s < 0.85 * KEPT_S
 
 
 def test_first_token_that_takes_longer_than_its_time_ends_the_call(run: Run, serve: Serve) -> None:
@@ -52,8 +60,8 @@ def test_first_token_that_takes_longer_than_its_time_ends_the_call(run: Run, ser
     with pytest.raises(TimedOut, match="no token within first_token_timeout_s") as late:
         run(server, first_token_timeout_s=SHORT_S)
     assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert server.ended.wait(10)
-    assert len(server.received) == 1
+    assert _has_no_call_left(server)
+    assert len(server.received) <= 1
 
 
 def test_first_token_limit_ends_with_the_first_token(run: Run, serve: Serve) -> None:
@@ -62,9 +70,9 @@ def test_first_token_limit_ends_with_the_first_token(run: Run, serve: Serve) -> 
     def go_on_late(ended: threading.Event):
         yield started()
         yield delta("", 1)
-        ended.wait(6 * SHORT_S)
+        ended.wait(KEPT_S + SHORT_S)
         yield delta("ď", 2)
         yield finished()
 
-    events = run(serve(go_on_late), first_token_timeout_s=5 * SHORT_S)
+    events = run(serve(go_on_late), first_token_timeout_s=KEPT_S)
     assert [event.text for event in events if isinstance(event, Delta)] == ["ď"]
