@@ -4,14 +4,18 @@ import asyncio
 
 import httpx
 
+from tests.up_process import PATIENCE_S
 
-async def until_listening(client: httpx.AsyncClient) -> None:
-    """Wait until a gateway that is starting takes connections."""
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                await client.get("/health")
-            except httpx.ConnectError:
-                await asyncio.sleep(0.05)
-            else:
-                return
+
+async def until_healthy(client: httpx.AsyncClient) -> None:
+    """Wait until a gateway has started, and has heard from its router, which a busy machine may let answer late."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await _is_healthy(client):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def _is_healthy(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/health")).status_code == 200
+    except httpx.ConnectError:
+        return False

@@ -96,6 +96,18 @@ def fails_after(error: Exception, *responses: GenerateResponse) -> Behaviour:
     return behaviour
 
 
+def together(num_calls: int, behaviour: Behaviour) -> Behaviour:
+    """Begin once so many calls are there: one that another's failure cancels on its way may come in a later test."""
+    all_are_there = asyncio.Barrier(num_calls)
+
+    async def waiting(request: GenerateRequest) -> AsyncIterator[GenerateResponse]:
+        await all_are_there.wait()
+        async for response in behaviour(request):
+            yield response
+
+    return waiting
+
+
 class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
     """Checks requests as a router does, then behaves as told. A token is a byte."""
 
@@ -113,14 +125,15 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.received.clear()
         self.tokenized.clear()
         self.authorizations.clear()
-        self.begun = asyncio.Event()
+        self.begun = asyncio.Semaphore(0)
+        """Released for each Generate call that has come."""
         self.ended = asyncio.Event()
 
     async def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse]:
         self._note(context)
         check_generate(request)
         self.received.append(request)
-        self.begun.set()
+        self.begun.release()
         ended = self.ended
         try:
             async for response in self.behaviour(request):

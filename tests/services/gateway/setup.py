@@ -15,7 +15,7 @@ from kvern.v1.inference_pb2 import GenerateRequest
 from tests.services.processes import running
 from tests.services.scraping import status_address
 
-from .http_client import until_listening
+from .http_client import until_healthy
 from .scripted_router import ScriptedRouter
 
 USER = {"role": "user", "content": "Hello"}
@@ -90,5 +90,5 @@ async def starting(folder: Path, listen: str, *flags: str) -> AsyncIterator[Setu
         running("gateway", *flags, log=log),
         httpx.AsyncClient(base_url=f"http://{listen}", timeout=20) as client,
     ):
-        await until_listening(client)
+        await until_healthy(client)
         yield Setup(router, client, status, log)

@@ -184,7 +184,7 @@ async def test_chat_reasoning_is_a_part_of_its_own_and_its_tokens_are_counted(se
 
 async def test_chat_whose_template_opens_reasoning_is_answered_from_within(setup: Setup) -> None:
     setup.router.behaviour = says("hm</think>4", size=3)
-    variables = {"thinking": True}
+    variables = {"thinking": "looked at once"}
     for _ in range(2):
         message = await setup.message(chat_template_kwargs=variables)
         assert (message["reasoning_content"], message["content"]) == ("hm", "4")

@@ -16,7 +16,7 @@ from kvern.v1.inference_pb2 import (
     PromptLogprobs,
 )
 
-from .scripted_router import STARTED, delta, fails_after, finished, logprob, responds
+from .scripted_router import STARTED, delta, fails_after, finished, logprob, responds, together
 from .setup import COMPLETIONS, Setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -89,7 +89,7 @@ async def test_completion_failure_of_one_prompt_is_that_of_all(setup: Setup) -> 
         async for response in fails_after(ValueError("x"))(request) if request.text == "b" else echo(request):
             yield response
 
-    setup.router.behaviour = fails_for_b
+    setup.router.behaviour = together(3, fails_for_b)
     assert (await setup.complete(prompt=["a", "b", "c"])).status_code == 500
 
 

@@ -24,12 +24,14 @@ from kvern.services.runtime.errors import (
 )
 from kvern.v1 import inference_pb2
 
-from .scripted_router import STARTED, delta, fails_after, finished, responds, stalls_after
+from .scripted_router import STARTED, delta, fails_after, finished, responds, stalls_after, together
 from .setup import CHAT, COMPLETIONS, USER, Setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 BODIES: dict[str, dict[str, object]] = {CHAT: {"messages": [USER]}, COMPLETIONS: {"prompt": ["Hello", "you"]}}
+NUM_CALLS = {CHAT: 1, COMPLETIONS: 2}
+"""To the router, for each of BODIES."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -81,7 +83,7 @@ async def test_choice_that_failed_is_an_error(
 ) -> None:
     """D18."""
     failed = finished(inference_pb2.FINISH_REASON_ERROR, error="logits are NaN", error_reason=reason)
-    setup.router.behaviour = responds(STARTED, delta("x"), failed)
+    setup.router.behaviour = together(NUM_CALLS[path], responds(STARTED, delta("x"), failed))
     response = await setup.client.post(path, json=BODIES[path] | {"stream": stream})
     last = json.loads(response.text.strip().rpartition("\n\n")[2].removeprefix("data: "))
     assert last["error"]["message"] == "logits are NaN"
@@ -98,7 +100,8 @@ async def test_client_that_leaves_before_the_first_token_cancels_calls(
     """E02, before any token: a stream may have sent its head."""
     setup.router.behaviour = stalls_after(*[STARTED] * has_started)
     asking = asyncio.create_task(setup.client.post(path, json=BODIES[path] | {"stream": stream}))
-    await setup.router.begun.wait()
+    for _ in range(NUM_CALLS[path]):
+        await setup.router.begun.acquire()
     assert not setup.router.ended.is_set()
     asking.cancel()
     await asyncio.wait_for(setup.router.ended.wait(), 10)
@@ -119,10 +122,11 @@ async def test_client_that_leaves_mid_stream_cancels_call(setup: Setup) -> None:
 async def test_authorization_goes_with_every_call(setup: Setup) -> None:
     token = "Bearer " + "x" * (MAX_AUTHORIZATION_BYTES - 7)
     headers = {"Authorization": token}
-    await setup.chat()  # the first of a model asks how its template ends
+    chat = BODIES[CHAT] | {"chat_template_kwargs": {"of": "authorization"}}
+    await setup.chat(**chat)  # the first with these asks how the template ends
     setup.router.expect_call()
     responses = [
-        await setup.client.post(CHAT, json=BODIES[CHAT], headers=headers),
+        await setup.client.post(CHAT, json=chat, headers=headers),
         await setup.client.post("/tokenize", json={"prompt": "a"}, headers=headers),
         await setup.client.post("/detokenize", json={"tokens": [97]}, headers=headers),
         await setup.client.get("/v1/models", headers=headers),

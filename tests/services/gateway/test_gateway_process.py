@@ -19,7 +19,7 @@ from kvern.v1.inference_pb2 import GenerateRequest, GenerateResponse
 from tests.services.processes import running
 from tests.services.scraping import scrape, scrape_until, status_address
 
-from .http_client import until_listening
+from .http_client import until_healthy
 from .scripted_router import STARTED, ScriptedRouter, delta, finished
 
 COMMAND = [sys.executable, "-m", "kvern.services.gateway", "--log-format", "json", "--router", "unix:/tmp/unused"]
@@ -65,7 +65,7 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, listen: str) ->
         running("gateway", *flags, log=tmp_path / "log", drain_delay_s=2) as process,
         httpx.AsyncClient(base_url=f"http://{listen}", timeout=20) as client,
     ):
-        await until_listening(client)
+        await until_healthy(client)
         await scrape_until(status, lambda now: now("kvern_ready") == 1)
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             lines = response.aiter_lines()
@@ -92,8 +92,7 @@ async def test_request_waits_for_a_router_that_is_started_again(tmp_path: Path, 
         httpx.AsyncClient(base_url=f"http://{listen}", timeout=20) as client,
     ):
         async with ScriptedRouter().serving(address):
-            await until_listening(client)
-            assert (await client.get("/health")).status_code == 200
+            await until_healthy(client)
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         for _ in range(10):
             assert (await client.get("/health")).status_code == 503

@@ -9,6 +9,7 @@ import pytest
 from kvern.version import __version__
 from tests.services.scraping import scrape_until
 
+from .http_client import until_healthy
 from .setup import USER, Setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -75,7 +76,7 @@ async def test_version_is_the_package_s(setup: Setup) -> None:
 
 
 async def test_health_and_readiness_follow_router(setup: Setup) -> None:
-    assert (await setup.client.get("/health")).status_code == 200
+    await until_healthy(setup.client)
     await scrape_until(setup.status, lambda now: now("kvern_ready") == 1)
     await setup.router.set_serving(False)
     assert (await setup.client.get("/health")).status_code == 503
