@@ -14,7 +14,9 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import click
@@ -91,22 +93,27 @@ def _run(end: str, address: str, num_streams: int, num_bursts: int, results: Con
 def measure(num_streams: int, num_bursts: int) -> dict[str, float]:
     """Return the microseconds of each end for a message."""
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        connections, processes = {}, []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        connections = {}
         for end in ("server", "client"):
             connections[end], theirs = context.Pipe()
             arguments = end, f"unix:{folder}/floor.sock", num_streams, num_bursts, theirs
-            processes.append(context.Process(target=_run, args=arguments, daemon=True))
-            processes[-1].start()
+            process = context.Process(target=_run, args=arguments, daemon=True)
+            process.start()
+            stack.callback(_end, process)
             theirs.close()
             if end == "server":
                 connections[end].recv()  # it has started
         costs: dict[str, float] = {"client": connections["client"].recv()}
         connections["server"].send("read")
         costs["server"] = connections["server"].recv()
-        for process in processes:
-            process.join()
     return costs
+
+
+def _end(process: SpawnProcess) -> None:
+    """End a process that has told what it found, or whose other end has died."""
+    process.kill()
+    process.join()
 
 
 @click.command()
