@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvern.services.runtime.http_server import bind, serving
-from tests.up_process import UpProcess
+from tests.up_process import PATIENCE_S, UpProcess
 
 CLOSED_LOOP = ClosedLoop(concurrency=2, num_requests=3, own_tokens=20, new_tokens=5, num_groups=2, shared_tokens=16)
 MIXED = Mixed(
@@ -36,7 +36,10 @@ CHUNKS = [("one", None), ("", None), ("two and three", None), ("four", "length")
 class ScriptedServer:
     """Answers completions with CHUNKS, or with what a test puts in their place."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_together: int = 1) -> None:
+        """num_together: how many answers must have begun before any goes on."""
+        self._num_together = num_together
+        self._are_together = asyncio.Event()
         self.bodies: list[dict] = []
         self.num_running = self.most_running = 0
         self.events: list[dict] = [
@@ -57,6 +60,9 @@ class ScriptedServer:
     async def stream(self) -> AsyncIterator[str]:
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
+        if self.num_running == self._num_together:
+            self._are_together.set()
+        await asyncio.wait_for(self._are_together.wait(), PATIENCE_S)
         for event in self.events:
             yield f"data: {json.dumps(event)}\n\n"
             await asyncio.sleep(0)
@@ -103,7 +109,7 @@ async def test_http_answer_with_chunks_of_several_tokens_counts_all() -> None:
 
 
 async def test_closed_loop_keeps_its_concurrency_and_sends_every_request() -> None:
-    server = ScriptedServer()
+    server = ScriptedServer(num_together=CLOSED_LOOP.concurrency)
     requests = CLOSED_LOOP.requests(random.Random(0))
     async with server.running() as url, open_target(url) as target:
         answers = await CLOSED_LOOP.run(target, requests)
