@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from kvern.services.runtime.http_server import bind
 from kvern.supervisor.addresses import Address, AddressError, claim, parse_address
 
 
@@ -24,18 +25,25 @@ def test_every_interface_is_reached_at_loopback() -> None:
     assert Address("0.0.0.0", 1).reachable == Address("127.0.0.1", 1)
 
 
-def test_port_0_becomes_a_free_one() -> None:
-    claimed = claim(Address("127.0.0.1", 0), "--listen")
-    assert claim(claimed, "--listen") == claimed
+def test_port_0_becomes_one_that_nobody_else_is_given_and_servers_can_take() -> None:
+    with claim(Address("127.0.0.1", 0), "--listen") as claimed:
+        with claim(claimed, "--listen") as again:
+            assert again == claimed
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((claimed.host, claimed.port))
+        with bind(str(claimed)), socket.create_connection((claimed.host, claimed.port)):
+            pass
 
 
 def test_taken_port_is_refused_by_number_and_flag() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(AddressError, match=f"--http: port {port} "):
-            claim(Address("127.0.0.1", port), "--http")
+        claiming = claim(Address("127.0.0.1", port), "--http")
+        with pytest.raises(AddressError, match=f"--http: port {port} "), claiming:
+            pass
 
 
 def test_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(AddressError, match=r"--http: cannot listen on 192\.0\.2\.1:80"):
-        claim(Address("192.0.2.1", 80), "--http")
+    claiming = claim(Address("192.0.2.1", 80), "--http")
+    with pytest.raises(AddressError, match=r"--http: cannot listen on 192\.0\.2\.1:80"), claiming:
+        pass

@@ -129,10 +129,10 @@ def _model() -> Check:
 
 def _port(flag: str, address: Address) -> Check:
     try:
-        claim(address, flag)
+        with claim(address, flag):
+            return Check(f"port {address.port}", "ok", "free")
     except AddressError as error:
         return Check(f"port {address.port}", "warn", str(error), "unless that is Kvern itself")
-    return Check(f"port {address.port}", "ok", "free")
 
 
 def _folder(what: str, find: Callable[[], Path]) -> Check:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -38,8 +40,12 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
-def claim(address: Address, flag: str) -> Address:
-    """Return the address, with a free port in place of 0. Raises AddressError if nothing could listen there now."""
+@contextmanager
+def claim(address: Address, flag: str) -> Iterator[Address]:
+    """Yield the address, with a free port in place of 0. Raises AddressError if nothing could listen there now.
+
+    While the block runs, the system gives the port to nobody else, and servers can listen there.
+    """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As servers do: connections of an earlier run that linger are no obstacle.
@@ -48,7 +54,7 @@ def claim(address: Address, flag: str) -> Address:
             probe.bind((address.host, address.port))
         except OSError as error:
             raise AddressError(f"{flag}: {_why(error, address)}") from error
-        return Address(address.host, int(probe.getsockname()[1]))
+        yield Address(address.host, int(probe.getsockname()[1]))
 
 
 def _why(error: OSError, address: Address) -> str:

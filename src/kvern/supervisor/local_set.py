@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,16 +52,23 @@ def open_set(options: SetOptions) -> Iterator[LocalSet]:
 
     Raises SettingsError, ModelNotFound, AddressError, FolderError, SetRunning.
     """
-    chosen = replace(options, listen=_numbered(options.listen, "--listen"), http=_numbered(options.http, "--http"))
-    temporary = options.listen.port == 0
+    with (
+        _numbered(options.listen, "--listen") as listen,
+        _numbered(options.http, "--http") as http,
+        _open_numbered(replace(options, listen=listen, http=http), temporary=options.listen.port == 0) as opened,
+    ):
+        yield opened
+
+
+@contextmanager
+def _open_numbered(chosen: SetOptions, *, temporary: bool) -> Iterator[LocalSet]:
     sockets, logs = run_folder(chosen.listen.port), log_folder(chosen.listen.port)
     launch = prepare(chosen, sockets)
     lock = SetLock(sockets)
     keep_logs = not temporary
     try:
-        claim(chosen.listen, "--listen")
-        claim(chosen.http, "--http")
-        _make_empty(logs)
+        with claim(chosen.listen, "--listen"), claim(chosen.http, "--http"):
+            _make_empty(logs)
         processes = [ChildProcess(spec, logs / f"{spec.name}.log", lock.inherited_fd) for spec in launch.specs]
         yield LocalSet(
             chosen.listen,
@@ -91,5 +98,6 @@ def _make_empty(logs: Path) -> None:
         earlier.unlink()
 
 
-def _numbered(address: Address, flag: str) -> Address:
-    return claim(address, flag) if address.port == 0 else address
+def _numbered(address: Address, flag: str) -> AbstractContextManager[Address]:
+    """Give the address, with a port in place of 0 that nobody else is given while the block runs."""
+    return claim(address, flag) if address.port == 0 else nullcontext(address)
