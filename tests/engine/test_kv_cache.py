@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvern.engine import kv_cache
 from kvern.engine.config import EngineConfig
 from kvern.engine.errors import ConfigError
 from kvern.engine.kv_cache import PoolSize, allocate_kv, size_pool
@@ -57,9 +58,11 @@ def test_default_on_a_cpu_is_no_more_than_full_requests_can_fill(model: LoadedMo
     assert sized(model, max_num_seqs=3, max_model_len=100) == PoolSize(3 * 7, 100)
 
 
-def test_utilization_on_a_cpu_is_a_share_of_what_is_available(model: LoadedModel) -> None:
-    size = sized(model, gpu_memory_utilization=0.01, max_num_seqs=10**9)
-    assert size.num_blocks * BLOCK_BYTES == pytest.approx(0.01 * available_bytes(), rel=0.5)
+def test_utilization_on_a_cpu_is_a_share_of_what_is_available(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 10_000 * BLOCK_BYTES)
+    assert sized(model, gpu_memory_utilization=0.25, max_num_seqs=10**9) == PoolSize(2500, TRAINED_LEN)
 
 
 def test_max_model_len_above_the_trained_length_is_refused(model: LoadedModel) -> None:

@@ -15,7 +15,11 @@ from pathlib import Path
 import oldest_triton
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not made for this platform")
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not made for this platform"),
+    # Minutes of pure computing where other work has the cores.
+    pytest.mark.timeout(1200),
+]
 
 
 def compile_kernels(table: Path, *options: str, **environment: str) -> str:
