@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.up_process import UpProcess
+from tests.up_process import PATIENCE_S, UpProcess
 
 CHECKS = [
     not_a_server_error,
@@ -55,7 +55,7 @@ def test_whatever_is_sent_is_answered_as_described(
     @given(case=operation.as_strategy(generation_mode=mode))
     def answers(case: schemathesis.Case) -> None:
         _tame(case.body)
-        case.call_and_validate(checks=CHECKS)
+        case.call_and_validate(checks=CHECKS, timeout=PATIENCE_S)
 
     answers()
 
