@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from kvern.services.runtime.channel import open_channel
 from kvern.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
-from tests.services.scraping import scrape_until
+from tests.services.scraping import scrape, scrape_until
 
 from .scripted_engine import ScriptedEngine
 from .setup import SERVING, TIMEOUT_S, Setup, details_of, detokenizing, finished_of, text_of
@@ -80,6 +80,7 @@ async def impatient(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[S
 
 async def test_call_parked_too_long_ends_though_it_is_stuck_in_a_write(impatient: Setup) -> None:
     """E18: what its reader reads later is what was on its way, and why."""
+    before = await scrape(impatient.status)
     call, request_id = await impatient.begin()
     await write(impatient, request_id, lambda: not impatient.engine.aborted.empty())
     assert await impatient.aborted() == request_id
@@ -90,10 +91,15 @@ async def test_call_parked_too_long_ends_though_it_is_stuck_in_a_write(impatient
     assert details_of(ended.value) == ("SLOW_READER", 1.0)
     assert ended.value.details() == "the reader has held up its call for 0.5 s"
     serve = {"method": "kvern.v1.ReplicaService/Serve", "code": "RESOURCE_EXHAUSTED"}
-    now = await scrape_until(impatient.status, lambda now: now("kvern_rpc_requests_total", **serve) == 1)
-    assert now("kvern_detokenizer_sheds_total", reason="SLOW_READER") == now("kvern_detokenizer_sheds_total") == 1
-    assert now("kvern_detokenizer_choices_total", reason="abort") == now("kvern_detokenizer_choices_total") == 1
-    assert now("kvern_detokenizer_parks_total") >= 1
+    calls = before("kvern_rpc_requests_total", **serve) + 1
+    after = await scrape_until(impatient.status, lambda now: now("kvern_rpc_requests_total", **serve) == calls)
+
+    def more(name: str, **labels: str) -> float:
+        return after(f"kvern_detokenizer_{name}", **labels) - before(f"kvern_detokenizer_{name}", **labels)
+
+    assert more("sheds_total", reason="SLOW_READER") == more("sheds_total") == 1
+    assert more("choices_total", reason="abort") == more("choices_total") == 1
+    assert more("parks_total") >= 1
 
 
 async def test_ended_answer_that_nobody_reads_gives_its_place_back(impatient: Setup) -> None:
