@@ -201,7 +201,11 @@ class Replica:
         self._suspected.set()
 
     async def poll(self) -> None:
-        """Ask it what it is and how busy, and remember the answer or that none came."""
+        """Ask it what it is and how busy, and remember the answer or that none came.
+
+        An answer that a call has failed before is not believed: it may be from before that.
+        """
+        self._suspected.clear()
         try:
             # While it is away, the call waits for the connection: the replica's return is noticed when it happens.
             info = await self._stub.GetReplicaInfo(
@@ -209,6 +213,8 @@ class Replica:
             )
         except grpc.aio.AioRpcError:
             self._lose()
+            return
+        if self._suspected.is_set():
             return
         self.reachable = True
         self.state, self.load, self.loaded_at = info.state, info.load, time.monotonic()
@@ -231,7 +237,6 @@ class Replica:
         with suppress(TimeoutError):
             async with asyncio.timeout(duration_s):
                 await self._suspected.wait()
-        self._suspected.clear()
 
     async def close_when_idle(self) -> None:
         """Let the requests there end, then close the connection."""

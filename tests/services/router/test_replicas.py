@@ -3,13 +3,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from kvern.services.router.models import list_models, max_context, resolve_model
 from kvern.services.router.replicas import Replica, ReplicaTable
 from kvern.services.runtime.errors import InvalidArgument, NotFound, Unavailable
 from kvern.v1 import replica_pb2
+
+from . import scripted
 
 _EMPTY_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 """The HTTP/2 frame that a server begins with, and a client waits for."""
@@ -20,6 +24,31 @@ async def test_pause_of_suspected_replica_ends_at_once() -> None:
     replica.suspect()
     await replica.pause(3600)
     await replica.close()
+
+
+async def test_poll_that_a_call_failed_during_leaves_the_replica_out(tmp_path: Path) -> None:
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    class Slow(scripted.ScriptedReplica):
+        async def GetReplicaInfo(
+            self, request: replica_pb2.GetReplicaInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+        ) -> replica_pb2.GetReplicaInfoResponse:
+            asked.set()
+            await may_answer.wait()
+            return await super().GetReplicaInfo(request, context)
+
+    replica = Replica(f"unix:{tmp_path}/s.sock")
+    async with scripted.serving(Slow(replica.address)):
+        polling = asyncio.create_task(replica.poll())
+        await asked.wait()
+        replica.suspect()
+        may_answer.set()
+        await polling
+        assert not replica.reachable
+        await replica.pause(3600)
+        await replica.poll()
+        assert replica.reachable
+        await replica.close()
 
 
 async def test_replicas_are_called_by_the_authority_that_the_table_was_given(tmp_path: Path) -> None:
