@@ -71,7 +71,7 @@ class Setup:
         """Wait until the router sees its replicas so."""
         seen = router_pb2.ListReplicasResponse()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while not seen.replicas or not is_right(list(seen.replicas)):
                     await asyncio.sleep(0.02)
                     seen = await self.router.ListReplicas(router_pb2.ListReplicasRequest())
@@ -80,6 +80,12 @@ class Setup:
 
     async def all_ready(self) -> None:
         await self.statuses(lambda statuses: all(is_ready(status) and not status.num_in_flight for status in statuses))
+
+    async def arrived(self, num_requests: int) -> None:
+        """Wait until so many requests have come to replicas: what the router has sent may be on its way still."""
+        async with asyncio.timeout(30):
+            while len(self.received()) < num_requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     async def use(self, *replicas: ScriptedReplica) -> None:
         """Wait until only these are in the choice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import TypeVar
 
 import grpc
@@ -16,7 +17,6 @@ from google.rpc import error_details_pb2, status_pb2
 from kvern.services.router.breaker import MAX_FAILURES
 from kvern.services.router.choice import DECODE_WEIGHT, QUEUE_WEIGHT
 from kvern.v1 import inference_pb2, replica_pb2
-from tests.for_ever import for_ever
 
 from . import scripted
 from .scripted import CONTEXT, MODEL
@@ -189,7 +189,7 @@ async def test_generate_replica_that_failed_leaves_choice_until_it_answers(setup
 async def test_generate_client_cancels_before_first_frame_ends_call_at_replica(setup: Setup) -> None:
     setup.behave(scripted.stall)
     call = setup.generate()
-    await setup.statuses(lambda all_: sum(each.num_in_flight for each in all_) == 1)
+    await setup.arrived(1)
     call.cancel()
     await asyncio.wait_for(setup.chosen.ended.wait(), 10)
 
@@ -209,7 +209,7 @@ async def test_generate_client_cancels_mid_stream_ends_call_at_replica(
 
 async def test_generate_deadline_passes_ends_call_at_replica(setup: Setup) -> None:
     setup.behave(scripted.stall_after_start)
-    error = await failure(setup.generate(timeout=1))
+    error = await failure(setup.generate(timeout=2.5))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(setup.chosen.ended.wait(), 10)
 
@@ -277,7 +277,7 @@ async def test_generate_tokenizer_away_twice_ends_unavailable(setup: Setup) -> N
 
 async def test_generate_tokenizer_that_hangs_leaves_half_of_the_deadline(setup: Setup) -> None:
     setup.tokenizer.hangs = True
-    error = await failure(setup.generate(timeout=2))
+    error = await failure(setup.generate(timeout=2.5))
     setup.tokenizer.hangs = False
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert error.details() == "the tokenizer took more than its share of the deadline"
@@ -292,7 +292,11 @@ async def test_generate_replica_whose_calls_fail_is_left_out_though_it_says_it_i
     await setup.statuses(lambda all_: [each.load.num_running for each in all_] == [0, 1, 1, 1])
     for _ in range(MAX_FAILURES):
         assert (await failure(setup.generate())).code() is grpc.StatusCode.INTERNAL
-    assert await texts(setup.generate()) == ["Hello"]
+    bad.received.clear()
+    for _ in range(2):
+        with suppress(grpc.aio.AioRpcError):  # a call that comes late is let through, to see whether it goes well again
+            assert await texts(setup.generate()) == ["Hello"]
+    assert len(bad.received) < 2
 
 
 async def test_replica_not_ready_leaves_choice_until_it_is(setup: Setup) -> None:
@@ -301,7 +305,7 @@ async def test_replica_not_ready_leaves_choice_until_it_is(setup: Setup) -> None
         for replica in setup.replicas:
             replica.state = state
         await setup.health_becomes(NOT_SERVING)
-        error = await failure(setup.generate(timeout=1))
+        error = await failure(setup.generate(timeout=2.5))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert MODEL in (error.details() or "")
     await setup.use(setup.replicas[2])
@@ -371,16 +375,9 @@ async def test_route_names_cheapest_and_generates_nothing(setup: Setup) -> None:
 
 
 async def test_route_counts_what_replicas_report_but_own_requests_once(setup: Setup) -> None:
-    arrived = asyncio.Event()
-
-    async def behaviour(request: inference_pb2.GenerateRequest) -> AsyncIterator[replica_pb2.ServeResponse]:
-        arrived.set()
-        await for_ever()
-        yield scripted.started(request)
-
-    setup.behave(behaviour)
+    setup.behave(scripted.stall)
     call = setup.generate("five!")
-    await asyncio.wait_for(arrived.wait(), 10)
+    await setup.arrived(1)
     setup.chosen.load = replica_pb2.ReplicaLoad(num_running=2, num_waiting=1, queued_prefill_tokens=5 + 100)
     await setup.poll()
     await setup.statuses(lambda all_: max(each.load.num_running for each in all_) == 2)
@@ -398,7 +395,7 @@ async def test_request_log_has_one_line_without_content(setup: Setup) -> None:
     setup.behave(behaviour)
     await texts(setup.generate("a secret", request_id="logged"))
     log = setup.log.read_text()
-    [line] = [entry for entry in map(json.loads, log.splitlines()) if entry.get("request_id") == "logged"]
+    [line] = [json.loads(line) for line in log.splitlines() if '"logged"' in line]
     assert (line["model"], line["prompt_tokens"], line["status"]) == (MODEL, 8, "OK")
     assert line["replica"] == setup.chosen.address
     assert (line["matched_tokens"], line["cached_tokens"]) == (0, 5)
