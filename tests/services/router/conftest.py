@@ -15,12 +15,12 @@ from tests.services.scraping import status_address
 
 from . import scripted
 from .scripted import ScriptedReplica, ScriptedTokenizer
-from .setup import MAX_STREAMS, NUM_REPLICAS, Setup
+from .setup import MAX_STREAMS, NUM_REPLICAS, SERVING, Setup
 
 
 @asynccontextmanager
 async def starting(folder: Path, *flags: str) -> AsyncIterator[Setup]:
-    """Run a router with these flags, and its peers."""
+    """Run a router with these flags, and its peers, all of them ready."""
     tokenizer = ScriptedTokenizer(f"unix:{folder}/tokenizer.sock")
     replicas = [ScriptedReplica(f"unix:{folder}/replica-{number}.sock") for number in range(NUM_REPLICAS)]
     address, log, status = f"unix:{folder}/router.sock", folder / "router.log", status_address()
@@ -35,6 +35,8 @@ async def starting(folder: Path, *flags: str) -> AsyncIterator[Setup]:
         router = router_pb2_grpc.RouterServiceStub(channel)
         setup = Setup(tokenizer, replicas, inference, router, health_pb2_grpc.HealthStub(channel), log, status)
         await channel.channel_ready()
+        await setup.health_becomes(SERVING)
+        await setup.all_ready()
         yield setup
 
 

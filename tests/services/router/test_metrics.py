@@ -124,7 +124,7 @@ async def test_each_end_is_counted_by_its_code(setup: Setup, before: Scrape) -> 
     cancelled = setup.generate()
     await cancelled.read()
     cancelled.cancel()
-    await failure(setup.generate(timeout=0.6))
+    await failure(setup.generate(timeout=2.5))
     setup.behave(scripted.fail)
     await failure(setup.generate())
     calls = {"name": "kvern_rpc_requests_total", "method": GENERATE}
@@ -196,6 +196,8 @@ async def test_moved_stream_is_one_request_and_its_gap_a_time_between_tokens(
         yield scripted.started(request)
         yield scripted.scheduled(0)
         yield told(1)
+        first_tokens = "kvern_router_time_to_first_token_seconds_count"
+        await scrape_until(setup.status, lambda now: now(first_tokens) == before(first_tokens) + 1)
         await asyncio.sleep(0.25)
         raise error
 
