@@ -97,7 +97,7 @@ class Setup:
         await self.statuses(lambda all_: {each.address for each in all_ if is_ready(each)} == wanted)
 
     async def health_becomes(self, wanted: int) -> None:
-        call = self.health.Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        call = self.health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         async for response in call:
             if response.status == wanted:
                 break

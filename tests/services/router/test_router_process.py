@@ -54,7 +54,7 @@ async def test_replica_restarted_is_noticed_and_used_again(tmp_path: Path, addre
         open_channel(address) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True
+            health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True
         )
         assert (await health.read()).status == NOT_SERVING
         for _ in range(2):
@@ -82,11 +82,12 @@ async def test_router_told_of_nothing_but_redis_finds_a_replica_that_registers(t
             keys = ReplicaKeys.of(home_shard(entry, 1), entry.replica, entry.epoch)
             await ReplicaIndex(redis).join(entry, 1)
             await ReplicaIndex(redis).heartbeat(keys, entry, Position(0, 0, 0))
+            await redis.persist(keys.lease)  # the router may take longer to start than a lease lasts
             await _serves(channel)
             await redis.flushall()
             await redis.aclose()
             stub = router_pb2_grpc.RouterServiceStub(channel)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while True:
                     known = (await stub.ListReplicas(router_pb2.ListReplicasRequest())).replicas
                     if not known[0].registered:
@@ -122,7 +123,7 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, address: str) -
         open_channel(address) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True
+            health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True
         )
         while (await health.read()).status != SERVING:
             pass
@@ -147,14 +148,14 @@ async def test_client_that_stops_reading_is_cut_off_with_a_reason(tmp_path: Path
         open_channel(address) as channel,
     ):
         health = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True
+            health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True
         )
         while (await health.read()).status != SERVING:
             pass
         health.cancel()
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(_request(), timeout=20)
         assert (await call.read()).HasField("started")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await replica.ended.wait()
         with pytest.raises(grpc.aio.AioRpcError, match=r"the reader has held up its call for 0\.5 s") as ended:
             await _read_all(call)
@@ -166,7 +167,7 @@ async def test_client_that_stops_reading_is_cut_off_with_a_reason(tmp_path: Path
 
 async def _serves(channel: grpc.aio.Channel) -> None:
     """Wait until the router says it can, and see that it does."""
-    health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20, wait_for_ready=True)
+    health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60, wait_for_ready=True)
     while (await health.read()).status != SERVING:
         pass
     health.cancel()
