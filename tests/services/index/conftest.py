@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvern.services.engine import index_writer
+from kvern.services.engine import index_writer, replica_index
 from kvern.services.router import index_reader
 from kvern.services.router.index_reader import IndexReader
 from kvern.services.runtime.redis_index import RedisClient, open_redis
@@ -63,3 +63,11 @@ def _haste(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_writer, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(index_writer, "RESYNC_JITTER_S", 0.01)
     monkeypatch.setattr(index_reader, "REFRESH_S", 0.05)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is given up makes for one more snapshot, which tests count. No machine is so slow."""
+    monkeypatch.setattr(replica_index, "COMMAND_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(index_writer, "CLOSE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(index_reader, "REFRESH_TIMEOUT_S", 60.0)

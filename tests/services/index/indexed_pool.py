@@ -23,8 +23,8 @@ from kvern.services.runtime.redis_index.keys import ReplicaKeys, home_shard
 MODEL = "small"
 CONTRACT = "weights {of} one kind"
 BLOCK_SIZE = 4
-BUDGET_S = 5.0
-SETTLE_TIMEOUT_S = 30.0
+BUDGET_S = 60.0
+SETTLE_TIMEOUT_S = 60.0
 
 
 def prompt_digests(token_ids: Sequence[int], salt: str = "", block_size: int = BLOCK_SIZE) -> list[bytes]:
@@ -95,6 +95,10 @@ class IndexedPool:
 
     def matched(self, digests: Sequence[bytes]) -> int:
         return len(self.pool.find_prefix(digests))
+
+    async def exact(self) -> None:
+        """Wait until a heartbeat has found that the index is what was sent."""
+        await eventually(lambda: self.writer.num_matches)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self.writer.run())
