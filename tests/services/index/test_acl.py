@@ -80,8 +80,8 @@ async def test_engine_writes_the_index_and_router_reads_it(server: Server, tmp_p
             replica.serve(PROMPT)
             await settled(reader, PROMPT, replica)
             assert await matches(reader, PROMPT) == {replica.replica: len(PROMPT)}
-            await replica.writer.close()
-            assert await reader.refresh() == {}
+        await replica.writer.close()
+        assert await reader.refresh() == {}
 
 
 FORBIDDEN = [
