@@ -136,14 +136,14 @@ async def test_replica_that_cannot_be_reached_stays_while_something_lists_it(
 
 async def test_replica_that_drained_is_forgotten_once_it_is_gone_and_not_brought_back(address: str) -> None:
     watched = Watched()
-    async with watched.watching():
+    async with watched.watching() as table:
         peer = ScriptedReplica(address)
         async with scripted.serving(peer):
             watched.register(entry(address))
             await watched.until(lambda: watched.ready == {address})
             peer.state = replica_pb2.REPLICA_STATE_DRAINING
-            await watched.until(lambda: watched.ready == set())
-            assert watched.addresses == {address}
+            await watched.until(lambda: table[address].is_draining)
+            assert (watched.ready, watched.addresses) == (set(), {address})
         await watched.until(lambda: watched.addresses == set())
         watched.register(replace(entry(address), state="draining"))
         assert watched.addresses == set()
