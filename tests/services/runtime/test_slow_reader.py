@@ -110,15 +110,20 @@ async def test_call_whose_reader_does_not_come_back_leaves_nothing_that_waits_fo
 
 
 async def test_reader_that_reads_is_never_cut_off(
-    stub: replica_pb2_grpc.ReplicaServiceAsyncStub, writer: Writer
+    stub: replica_pb2_grpc.ReplicaServiceAsyncStub, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds up many writes, none of them for long."""
+    """It holds up many writes, none of them for long. Time goes on when it has let go of one, and else never."""
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    monkeypatch.setattr(loop, "time", lambda: now)
     writer.limit_s, writer.num_messages = 1.0, 60
     call = stub.Serve(replica_pb2.ServeRequest(), timeout=TIMEOUT_S)
-    count = 0
+    count = num_let_go = 0
     while await call.read() is not grpc.aio.EOF:
         count += 1
-        await asyncio.sleep(0.02)
+        if writer.num_written > num_let_go:
+            num_let_go = writer.num_written
+            now += 0.4
     assert (count, await call.code()) == (60, grpc.StatusCode.OK)
 
 
