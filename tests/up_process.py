@@ -41,10 +41,16 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 _MAX_WORKERS = 16
-_PLACES = range(13_000 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), 20_000, _MAX_WORKERS)
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_PLACES = range(13_000 + _WORKER, 20_000, _MAX_WORKERS)
 """Ports of this worker alone, which the system gives to nobody: one may be free for long before it is used."""
 
+_MAX_NEIGHBOURS = 8
+_GROUPS = range(23_000 + _WORKER * _MAX_NEIGHBOURS, 30_000, _MAX_WORKERS * _MAX_NEIGHBOURS)
+"""Where neighbouring ones begin, likewise."""
+
 _PORTS = itertools.cycle(random.sample(_PLACES, len(_PLACES)))
+_FIRST_PORTS = itertools.cycle(random.sample(_GROUPS, len(_GROUPS)))
 
 
 def free_port() -> int:
@@ -53,9 +59,8 @@ def free_port() -> int:
 
 
 def first_free_port(count: int) -> int:
-    """Return the first of as many neighbouring ports that nobody listens on: some, as others look at the same time."""
-    places = range(23000, 30000 - count, count)
-    return next(first for first in random.sample(places, len(places)) if _are_free(range(first, first + count)))
+    """Return the first of as many neighbouring ports that nobody listens on, others each time. count: at most 8."""
+    return next(first for first in _FIRST_PORTS if _are_free(range(first, first + count)))
 
 
 def _are_free(ports: range) -> bool:
