@@ -40,7 +40,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     contents = {"api-keys": "keys:\n" + "\n".join(entries), "tenants": TENANTS}
     contents |= {"salt-secret-file": "s" * 32, "digest-key-file": "d" * 32}
     flags = ["--replicas=2", "--max-model-len=256", "--num-blocks=128", "--num-threads=1", BUDGET]
-    flags.append("--limit-budget-ms=1000")
+    flags.append("--limit-budget-ms=5000")
     for flag, text in contents.items():
         (folder / flag).write_text(text)
         flags.append(f"--{flag}={folder / flag}")
