@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from kvern.client import Client
+from kvern.client import Client, Delta
 from tests.e2e.generation import assert_serves, collect
 from tests.up_process import PATIENCE_S, UpProcess, is_gone, wait_until
 
@@ -64,12 +65,13 @@ def _assert_drain_lets_a_stream_finish(up: UpProcess) -> None:
 
 
 def _assert_both_replicas_serve(up: UpProcess) -> None:
-    with Client(up.listen) as client:
-        streams = [client.generate("Once upon a time", max_tokens=64, temperature=0) for _ in range(2)]
+    with Client(up.listen) as client, ExitStack() as stack:
+        calls = [client.generate("Once upon a time", temperature=0, ignore_eos=True) for _ in range(2)]
+        streams = list(map(stack.enter_context, calls))
         for stream in streams:
             next(stream)
         wait_until(lambda: up.load(0).num_running == up.load(1).num_running == 1, "each replica runs one request")
-        assert all(collect(stream).text for stream in streams)
+        assert all(any(isinstance(event, Delta) and event.text for event in stream) for stream in streams)
 
 
 def _assert_prompts_go_where_they_are_cached(up: UpProcess) -> None:
