@@ -137,7 +137,7 @@ class UpProcess:
         os.kill(self.children()[name], signal.SIGKILL)
         wait_until(lambda: self.output.count(f"{name} is ready") > already_said, f"{name} is ready again")
         with Client(self.listen) as client:
-            wait_until(lambda: _all_ready(client), "the router sees its replicas ready")
+            wait_all_ready(client)
 
     def load(self, index: int = 0) -> ReplicaLoad:
         """Return a replica's load, from the replica itself."""
@@ -169,6 +169,11 @@ def is_gone(pid: int) -> bool:
     except OSError:
         return True
     return state in "ZX"
+
+
+def wait_all_ready(client: Client) -> None:
+    """Wait until the router that a client talks to sees all its replicas ready."""
+    wait_until(lambda: _all_ready(client), "the router sees its replicas ready")
 
 
 def _all_ready(client: Client) -> bool:

@@ -26,7 +26,7 @@ from kvern.client import Client
 from kvern.services.runtime.channel import CHANNEL_OPTIONS
 from kvern.v1 import engine_pb2, inference_pb2, replica_pb2, router_pb2, tokenizer_pb2
 from kvern.v1.replica_pb2_grpc import ReplicaServiceStub
-from tests.up_process import UpProcess, free_port
+from tests.up_process import UpProcess, free_port, wait_all_ready
 
 from .messages import Request, bad_messages
 
@@ -153,7 +153,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[UpProcess
         )
 
 
-@pytest.mark.timeout(7200 if NUM_INPUTS else 120)
+@pytest.mark.timeout(7200 if NUM_INPUTS else 300)
 @pytest.mark.parametrize("server", SERVERS)
 def test_bad_input_is_the_callers_fault_and_leaves_the_services_as_they_were(
     server: str, fuzzed: tuple[UpProcess, dict[str, grpc.Channel]]
@@ -181,6 +181,7 @@ def test_bad_input_is_the_callers_fault_and_leaves_the_services_as_they_were(
     # It may have been told to drain, which is nobody's fault.
     ReplicaServiceStub(channels["detokenizer-0"]).SetDraining(replica_pb2.SetDrainingRequest(), timeout=TIMEOUT_S)
     with Client(up.listen) as client:
+        wait_all_ready(client)
         answer = client.generate("The capital of France is", max_tokens=3, temperature=0)
         assert "".join(getattr(event, "text", "") for event in answer).strip().startswith("Paris")
     up.wait_idle()
