@@ -59,15 +59,24 @@ class Fleet:
         """Return one for each router."""
         return [Crowd(client, NUM_STREAMS, MAX_TOKENS) for client in self.clients]
 
-    async def busiest(self) -> Replica:
-        """Return the replica with the most streams."""
+    async def wedge_busiest(self) -> Replica | None:
+        """Wedge the engine with the most streams, and return its replica. None: all streams have ended before.
+
+        All engines stand still meanwhile, so that no stream ends.
+        """
+        for replica in self.replicas:
+            replica.wedge.touch()
         seen = [each for client in self.clients for each in (await client.list_replicas()).replicas]
         in_flight = {
             replica.address: sum(each.num_in_flight for each in seen if each.address == replica.address)
             for replica in self.replicas
         }
-        assert max(in_flight.values()) > 0
-        return max(self.replicas, key=lambda replica: in_flight[replica.address])
+        busiest = max(self.replicas, key=lambda replica: in_flight[replica.address])
+        victim = busiest if in_flight[busiest.address] else None
+        for replica in self.replicas:
+            if replica is not victim:
+                replica.wedge.unlink()
+        return victim
 
     async def codes(self, replica: Replica, path: str) -> list[int]:
         return [(await self.http.get(f"http://{address}/{path}")).status_code for address in replica.status]
@@ -114,7 +123,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         ]
         for client in clients:
             await wait_ready(client, NUM_REPLICAS)
-        http = await stack.enter_async_context(httpx.AsyncClient())
+        http = await stack.enter_async_context(httpx.AsyncClient(timeout=PATIENCE_S))
         yield Fleet(replicas, clients, http, await Crowd(clients[0], NUM_STREAMS, MAX_TOKENS).run())
 
 
@@ -165,12 +174,13 @@ async def _wedged(fleet: Fleet) -> AsyncIterator[tuple[Replica, list[Crowd], asy
     """Wedge an engine in the middle of streams, until it and all routers know. Yields its replica and the streams."""
     for client in fleet.clients:
         await wait_ready(client, NUM_REPLICAS)
-    crowds = fleet.crowds()
-    texts = asyncio.gather(*(crowd.run() for crowd in crowds))
-    for crowd in crowds:
-        await crowd.under_way.wait()
-    victim = await fleet.busiest()
-    victim.wedge.touch()
+    victim = None
+    while victim is None:
+        crowds = fleet.crowds()
+        texts = asyncio.gather(*(crowd.run() for crowd in crowds))
+        for crowd in crowds:
+            await crowd.under_way.wait()
+        victim = await fleet.wedge_busiest()
     wedged_at = time.monotonic()
     try:
         await fleet.wait_ready_is(victim, 503)

@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from kvern.services.runtime.listen import ListenError
 from kvern.services.runtime.metrics import LATENCY_BUCKETS_S, OTHER, ModelLabel
 from kvern.services.runtime.status import Status
-from tests.up_process import free_port
+from tests.up_process import PATIENCE_S, free_port
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def address() -> str:
 
 
 async def get(address: str, path: str, **headers: str) -> httpx.Response:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         return await client.get(f"http://{address}{path}", headers=headers)
 
 
