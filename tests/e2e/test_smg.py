@@ -46,7 +46,7 @@ def smg(tmp_path_factory: pytest.TempPathFactory, replicas: UpProcess, smg_doors
     finally:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(PATIENCE_S)
         finally:
             process.kill()
 
