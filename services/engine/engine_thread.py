@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import sys
 import threading
 import time
@@ -18,6 +19,9 @@ from kvern.engine.startup import Engine, start_engine
 
 _SWITCH_INTERVAL_S = 1e-4
 """How long a thread may keep the GIL while the other wants it. Python's 5 ms would delay every stream."""
+
+_END_S = 10.0
+"""How long the process waits for a thread that still loads, in seconds."""
 
 _log = structlog.get_logger("kvern.engine")
 
@@ -40,10 +44,13 @@ class EngineThread:
         self._may_emit = threading.Event()
         self._may_emit.set()
         self._went_on_at = 0.0
+        self._progress = _ProgressLog()
+        self._is_unwanted = False
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._thread.start()
+        atexit.register(self._end_loading)
 
     @property
     def step_age_s(self) -> float:
@@ -82,7 +89,8 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = start_engine(self._config, _ProgressLog(), self._fail)
+            engine = start_engine(self._config, self._on_progress, self._fail)
+            self._check_wanted()
         except Exception as error:
             self._fail(error)
             return
@@ -96,6 +104,20 @@ class EngineThread:
             self._in_loop(self._set_ended, None)
         finally:
             engine.close()
+
+    def _on_progress(self, fraction: float, what: str) -> None:
+        self._check_wanted()
+        self._progress(fraction, what)
+
+    def _check_wanted(self) -> None:
+        if self._is_unwanted:
+            raise RuntimeError("the process ends")
+
+    def _end_loading(self) -> None:
+        """Have a thread that still loads end before Python does: back from C++ later, it would abort the process."""
+        self._is_unwanted = True
+        if self._core is None:
+            self._thread.join(_END_S)
 
     def _fail(self, error: Exception) -> None:
         """Tell what the engine died of, or will: where another rank is gone, this one may wait for it in a step."""

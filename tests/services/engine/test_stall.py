@@ -204,6 +204,20 @@ async def test_stop_of_an_engine_that_only_a_restart_helps_lets_go_of_its_stream
         await wedge_and_stop()
 
 
+async def test_thread_that_still_loads_ends_before_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: EngineConfig, progress: Callable[[float, str], None], _: object) -> Engine:
+        while True:
+            progress(0.5, "loading for ever")
+
+    monkeypatch.setattr(engine_thread, "start_engine", load)
+    thread = EngineThread(EngineConfig(Path("none")), lambda _: None)
+    thread.start()
+    await asyncio.to_thread(thread._end_loading)
+    assert not thread._thread.is_alive()
+    with pytest.raises(RuntimeError, match="the process ends"):
+        await thread.loaded
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while True:
