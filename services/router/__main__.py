@@ -18,7 +18,7 @@ from kvern.services.router.limits.shared_counts import SharedCounts
 from kvern.services.router.metrics import RouterMetrics
 from kvern.services.router.placement import Placer
 from kvern.services.router.relay import Repeats
-from kvern.services.router.replicas import ReplicaTable
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.router.servicer import INFERENCE_SERVICE, InferenceServicer, add_to_server
 from kvern.services.router.settings import RouterSettings
 from kvern.services.router.tokenizer import Tokenizer

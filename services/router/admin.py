@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 
 from kvern.services.router.audit import audited
-from kvern.services.router.replicas import Replica, ReplicaTable
+from kvern.services.router.replica import Replica
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.router.request_log import log_call
 from kvern.services.runtime.errors import InvalidArgument, NotFound
 from kvern.services.runtime.validate import check_name

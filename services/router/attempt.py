@@ -13,7 +13,7 @@ from kvern.services.router.choice import Candidate
 from kvern.services.router.metrics import MoveReason
 from kvern.services.router.placement import Placement
 from kvern.services.router.progress import Source
-from kvern.services.router.replicas import ReplicaTable
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.runtime.interceptors import reason_of
 from kvern.services.runtime.tracing import current_span
 from kvern.v1 import replica_pb2

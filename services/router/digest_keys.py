@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import structlog
 
-from kvern.services.router.replicas import Replica
+from kvern.services.router.replica import Replica
 from kvern.services.router.tokenizer import Tokenizer
 
 _log = structlog.get_logger("kvern.router")

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import structlog
 
-from kvern.services.router.replicas import ReplicaTable
+from kvern.services.router.replica_table import ReplicaTable
 
 RESOLVE_INTERVAL_S = 5.0
 MIN_RESOLVE_INTERVAL_S = 0.5

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvern.services.router.identity.policy import UNLIMITED, TenantPolicy
-from kvern.services.router.replicas import Replica
+from kvern.services.router.replica import Replica
 from kvern.services.runtime.errors import InvalidArgument, NotFound, Unavailable
 from kvern.v1 import inference_pb2
 

@@ -16,7 +16,8 @@ from kvern.services.router.choice import Candidate, Policy, rank
 from kvern.services.router.convert import reads_cache, writes_cache
 from kvern.services.router.models import Contract, contracts_of
 from kvern.services.router.prefills import DIGEST_BYTES, Prefill, Prefills
-from kvern.services.router.replicas import Replica, ReplicaTable
+from kvern.services.router.replica import Replica
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.runtime.errors import Unavailable
 from kvern.services.runtime.tracing import Kind, current_span
 from kvern.v1 import inference_pb2, replica_pb2

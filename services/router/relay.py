@@ -17,7 +17,8 @@ from kvern.services.router.metrics import RequestMetrics
 from kvern.services.router.placement import Placement
 from kvern.services.router.progress import Progress
 from kvern.services.router.race import Race
-from kvern.services.router.replicas import Replica, ReplicaTable
+from kvern.services.router.replica import Replica
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.router.request_log import RequestRecord
 from kvern.services.router.retry_budget import RetryBudget
 from kvern.services.router.tokenizer import TimeRemaining

@@ -22,7 +22,7 @@ from kvern.services.router.metrics import RouterMetrics
 from kvern.services.router.models import check_allowed, list_models, max_context, resolve_model
 from kvern.services.router.placement import Placement, Placer
 from kvern.services.router.relay import Relay, Repeats
-from kvern.services.router.replicas import ReplicaTable
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.router.request_log import RequestRecord, log_call, log_request
 from kvern.services.router.tokenizer import TimeRemaining, Tokenizer
 from kvern.services.runtime.errors import InvalidArgument

@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 
 from kvern.services.router.admission import Admission
 from kvern.services.router.index_reader import IndexReader
-from kvern.services.router.replicas import Replica, ReplicaTable
+from kvern.services.router.replica import Replica
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.router.tokenizer import Tokenizer
 from kvern.services.runtime.metrics import OTHER
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvern.services.router import discovery, replicas
+from kvern.services.router import discovery, replica_table
 from kvern.services.router.discovery import Discovery, fixed_addresses, resolve
-from kvern.services.router.replicas import Replica, ReplicaTable
+from kvern.services.router.replica import Replica
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.runtime.redis_index import RegistryEntry
 from kvern.v1 import inference_pb2, replica_pb2
 
@@ -82,7 +83,7 @@ class Watched:
 @pytest.fixture(autouse=True)
 def frequent_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most tests wait for the next poll of a replica or of a name."""
-    monkeypatch.setattr(replicas, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(replica_table, "POLL_INTERVAL_S", 0.05)
     monkeypatch.setattr(discovery, "MIN_RESOLVE_INTERVAL_S", 0.05)
 
 
@@ -104,7 +105,7 @@ async def test_replica_in_the_registry_alone_is_found_and_used(address: str) -> 
 async def test_reachable_replica_stays_when_registry_and_list_lose_it(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "FORGET_AFTER_S", 0.0)
+    monkeypatch.setattr(replica_table, "FORGET_AFTER_S", 0.0)
     watched = Watched(address)
     async with scripted.serving(ScriptedReplica(address)), watched.watching() as table:
         watched.register(entry(address))
@@ -119,8 +120,8 @@ async def test_replica_that_cannot_be_reached_stays_while_something_lists_it(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """F19: it gets no calls. It is forgotten once list and registry have lost it as well."""
-    monkeypatch.setattr(replicas, "FORGET_AFTER_S", 0.0)
-    monkeypatch.setattr(replicas, "POLL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(replica_table, "FORGET_AFTER_S", 0.0)
+    monkeypatch.setattr("kvern.services.router.replica.POLL_TIMEOUT_S", 0.2)
     watched = Watched(address)
     async with watched.watching() as table:
         async with scripted.serving(ScriptedReplica(address)):
@@ -214,7 +215,7 @@ async def test_stalled_replica_gets_nothing_new_while_the_registry_is_there_to_s
         await watched.until(lambda: watched.ready == {address})
         watched.register(replace(entry(address), step_age_s=100.0, expected_step_s=0.1))
         assert watched.ready == set()
-        monkeypatch.setattr(replicas, "TRUST_S", 0.0)
+        monkeypatch.setattr("kvern.services.router.replica.TRUST_S", 0.0)
         assert watched.ready == {address}
 
 
@@ -242,7 +243,7 @@ async def test_stream_at_a_replica_that_is_forgotten_goes_on_to_its_end(tmp_path
 
 async def test_list_with_a_name_follows_what_it_resolves_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed call has it resolved again at once; a name that is gone means what it last meant."""
-    monkeypatch.setattr(replicas, "POLL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvern.services.router.replica.POLL_TIMEOUT_S", 0.2)
     monkeypatch.setattr(discovery, "RESOLVE_INTERVAL_S", 60.0)
     answers: asyncio.Queue[set[str] | None] = asyncio.Queue()
 

@@ -14,7 +14,7 @@ from kvern.engine.block_hash import DIGEST_BYTES, extend_digests, root_digest
 from kvern.services.router.choice import Policy
 from kvern.services.router.models import Contract
 from kvern.services.router.placement import Placement, Placer, Sent
-from kvern.services.router.replicas import ReplicaTable
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.runtime.errors import Unavailable
 from kvern.v1 import inference_pb2, replica_pb2
 

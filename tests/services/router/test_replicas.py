@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from kvern.services.router.models import list_models, max_context, resolve_model
-from kvern.services.router.replicas import Replica, ReplicaTable
+from kvern.services.router.replica import Replica
+from kvern.services.router.replica_table import ReplicaTable
 from kvern.services.runtime.errors import InvalidArgument, NotFound, Unavailable
 from kvern.v1 import replica_pb2
 
