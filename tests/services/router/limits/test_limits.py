@@ -34,6 +34,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note that is late is not written, and on a busy machine one may be."""
+    monkeypatch.setattr(limiter, "NOTE_TIMEOUT_S", PATIENCE_S)
+
+
 @pytest.fixture
 async def redis(server: RedisServer) -> AsyncIterator[RedisClient]:
     client = open_redis(server.url)
@@ -245,10 +251,10 @@ async def test_without_redis_each_router_counts_for_itself() -> None:
     router, caller = Router(None), _caller(max_concurrent=1, tokens_per_minute=60)
     async with router.limits.admit(caller, Kind.GENERATE) as usage:
         assert (await _refusal(router.limits, caller)).reason == "TENANT_CONCURRENCY"
-        usage.charge(61)
+        usage.charge(90)
     refused = await _refusal(router.limits, caller)
     assert refused.reason == "TENANT_TOKENS"
-    assert 1 < refused.retry_after_s <= 2
+    assert 20 < refused.retry_after_s <= 31
     assert router.count("fallbacks") == 0
 
 
