@@ -364,8 +364,9 @@ async def test_replica_without_the_fleets_digest_key_gets_no_requests(guarded: G
         told = f"{text} of {public.address}"
         await guarded.logged(lambda line, told=told: told in f"{line.get('event')} of {line.get('of')}")  # type: ignore[misc]
         await guarded.becomes(NOT_SERVING, WHOLE_FLEET)
+        public.num_sent = 0
         await _generate(guarded, key_of("acme"))
-        assert not public.received
+        assert not public.num_sent
     public.digest_key = KEY_OF_THE_FLEET
     await guarded.becomes(SERVING, WHOLE_FLEET)
     assert other.digest_key == KEY_OF_THE_FLEET
