@@ -50,7 +50,8 @@ def test_slow_reader_is_measured_beside_those_that_keep_up(
     monkeypatch.setattr(stream, "NUM_QUICK_STREAMS", 3)
     monkeypatch.setattr(stream, "SLOW_INTERVAL_S", 0.5)
     monkeypatch.setattr(stream, "SLOW_OVERTIME_S", 0)
-    measured = stream.run_slow_reader(bench, steps_per_s=50, duration_s=1)
+    # Longer than a process of a busy machine stands still: in one message there are no gaps to compare.
+    measured = stream.run_slow_reader(bench, steps_per_s=25, duration_s=2)
     assert measured.num_quick_streams == 3
     assert measured.p99_gap_ratio == measured.beside_p99_gap_ms / measured.quick_p99_gap_ms
     assert measured.rss_growth_mib.keys() == {"detokenizer", "router"}

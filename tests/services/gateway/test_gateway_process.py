@@ -62,7 +62,7 @@ async def test_sigterm_mid_stream_lets_it_finish(tmp_path: Path, listen: str) ->
     body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
     async with (
         router.serving(address),
-        running("gateway", *flags, log=tmp_path / "log", drain_delay_s=2) as process,
+        running("gateway", *flags, log=tmp_path / "log", drain_delay_s=4) as process,
         httpx.AsyncClient(base_url=f"http://{listen}", timeout=20) as client,
     ):
         await until_healthy(client)
