@@ -293,10 +293,12 @@ async def test_generate_replica_whose_calls_fail_is_left_out_though_it_says_it_i
     for _ in range(MAX_FAILURES):
         assert (await failure(setup.generate())).code() is grpc.StatusCode.INTERNAL
     bad.received.clear()
+    answers = []
     for _ in range(2):
         with suppress(grpc.aio.AioRpcError):  # a call that comes late is let through, to see whether it goes well again
-            assert await texts(setup.generate()) == ["Hello"]
-    assert len(bad.received) < 2
+            answers.append(await texts(setup.generate()))
+    assert answers
+    assert answers == [["Hello"]] * (2 - len(bad.received))
 
 
 async def test_replica_not_ready_leaves_choice_until_it_is(setup: Setup) -> None:
